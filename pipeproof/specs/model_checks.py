@@ -25,7 +25,7 @@ def check_tensor_parallel(plan: PlanSections) -> list[Problem]:
         sharded.append((("num_kv_heads",), model.num_kv_heads, "key and value heads are sharded over the TP ranks"))
     if model.moe is None or model.moe.dense_layers:
         sharded.append((("ffn_size",), model.ffn_size, "the MLP is sharded over the TP ranks"))
-    if model.moe is not None:
+    if model.moe is not None and (model.moe.num_shared_experts or not topology.experts_over_tp):
         sharded.append((("moe", "ffn_size"), model.moe.ffn_size, "every expert is sharded over the TP ranks"))
     sharded.append((("vocab_size",), model.vocab_size, "embedding and head are sharded over the TP ranks"))
     if topology.sequence_parallel:
@@ -53,28 +53,33 @@ def _sizes_that_divide(model: ModelSpec, path: KeyPath, size: int, tp: int) -> s
 
 
 def check_expert_parallel(plan: PlanSections) -> list[Problem]:
-    """PP108: experts divide over the EP ranks, and so do the tokens sent to them if loads are equal.
+    """PP108: experts divide over the EP or TP ranks, and so do the tokens sent to them if loads are equal.
 
-    PP106: keys of an all-to-all are not given for another dispatcher.
+    PP106: keys of an all-to-all are not given for another dispatcher; experts are distributed over one axis.
     """
     moe, topology = plan.model.moe, plan.topology
     if moe is None:
         return []
     problems = _check_dispatcher(moe)
-    if topology.ep == 1:
+    axis, size = ("tp", topology.tp) if topology.experts_over_tp else ("ep", topology.ep)
+    if topology.experts_over_tp and topology.ep > 1:
+        message = f"topology.experts_over_tp distributes experts over the TP ranks, and topology.ep {topology.ep} over "
+        fix = f"set topology.ep to 1 and topology.dp to {topology.dp * topology.ep}, or remove experts_over_tp"
+        problems.append(Problem("PP106", ("topology", "experts_over_tp"), f"{message}the EP ranks", help=fix))
+    if size == 1:
         return problems
-    if moe.num_experts % topology.ep:
+    if moe.num_experts % size:
         problems.append(
             Problem(
                 "PP108",
                 ("model", "moe", "num_experts"),
-                f"model.moe.num_experts {moe.num_experts} does not divide by topology.ep {topology.ep}: experts are "
-                "distributed over the EP ranks",
-                help=f"set model.moe.num_experts to {multiples(moe.num_experts, topology.ep)}, "
-                f"or topology.ep to {divisors(moe.num_experts, topology.ep)}",
+                f"model.moe.num_experts {moe.num_experts} does not divide by topology.{axis} {size}: experts are "
+                f"distributed over the {axis.upper()} ranks",
+                help=f"set model.moe.num_experts to {multiples(moe.num_experts, size)}, "
+                f"or topology.{axis} to {divisors(moe.num_experts, size)}",
             )
         )
-    unit = topology.ep * topology.cp
+    unit = size * topology.cp
     for path, length in plan.sequence_lengths.items():
         sent = length // plan.schedule.num_sequence_splits * moe.top_k
         if sent % unit:
@@ -83,7 +88,7 @@ def check_expert_parallel(plan: PlanSections) -> list[Problem]:
                     "PP108",
                     path,
                     f"{sent} tokens go to experts ({dotted(path)} {length}, model.moe.top_k {moe.top_k}), which does "
-                    f"not divide by {unit}: each of the topology.ep {topology.ep} x topology.cp {topology.cp} ranks "
+                    f"not divide by {unit}: each of the topology.{axis} {size} x topology.cp {topology.cp} ranks "
                     "is assumed to get the same number",
                     help=f"set {dotted(path)} to a multiple of {unit * plan.schedule.num_sequence_splits}",
                 )

@@ -126,6 +126,12 @@ class TopologySpec(Section):
         description="Whether activations between blocks are sharded along the sequence over the TP ranks "
         "(no effect with tp 1).",
     )
+    experts_over_tp: bool = Field(
+        default=False,
+        description="Whether each TP rank has whole experts, a contiguous range, in place of a part of every expert "
+        "(no effect with tp 1). Each TP rank has all tokens of the block, so that none travel: it adds the results of "
+        "its experts, and the sum over TP ranks that ends the block adds the ranks'.",
+    )
     order: Annotated[tuple[AxisName, ...], FROM_LIST] = Field(
         default=("tp", "cp", "ep", "dp", "pp"),
         description="The five axes; the first changes fastest with the global rank.",

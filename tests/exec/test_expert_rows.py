@@ -28,14 +28,15 @@ def test_a_rank_to_which_no_token_goes_and_one_from_which_none_leaves():
     assert any(received > 2 for _, received in rows)
 
 
-def test_experts_of_another_rank_are_seen(monkeypatch):
+@pytest.mark.parametrize("topology", [{"ep": 2}, {"tp": 2, "experts_over_tp": True}], ids=["ep", "tp"])
+def test_experts_of_another_rank_are_seen(monkeypatch, topology):
     """Each rank holds the other's experts: the first forward already has other bits."""
-    from pipeproof.stages.common.experts import ExpertRegion
-    from pipeproof.stages.paddle import stage
+    from pipeproof.stages.common import experts
     from tests.exec.in_memory import compared
 
-    plan = lowered({"ep": 2}, {}, {"moe": MOE, **GROUPS})
-    monkeypatch.setattr(stage, "ExpertRegion", lambda ops, rank, *rest: ExpertRegion(ops, 1 - rank, *rest))
+    region = experts.ExpertRegion
+    plan = lowered(topology, {}, {"moe": MOE, **GROUPS})
+    monkeypatch.setattr(experts, "ExpertRegion", lambda ops, rank, *rest, **more: region(ops, 1 - rank, *rest, **more))
     first, _ = compared(plan)
     assert not first.loss_is_bitwise
     assert not any(one.bitwise for one in first.gradients if ".experts." in one.name)

@@ -3,6 +3,7 @@
 import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop import load_imported
 from tests.interop.importing import codes, imported, judged, only
 
 pytestmark = pytest.mark.usefixtures("known_notes")
@@ -303,3 +304,13 @@ def test_a_count_that_does_not_divide_points_to_the_stages(tmp_path):
     missing = {key: value for key, value in INTERLEAVED.items() if key != "gradient_accumulation_steps"}
     assert "(the default)" in refused(tmp_path, missing).message
     assert refused(tmp_path, missing).location is not None
+
+
+def test_experts_that_the_tensor_parallel_ranks_share_are_whole_there(tmp_path):
+    model = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64,
+             "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
+    job = {**GUARDED, **model, "expert_model_parallel_size": 2, "partial_send_recv": False}
+    spec = load_imported(imported("paddleformers", tmp_path, job, world_size=4)).spec
+    assert (spec.topology.tp, spec.topology.ep, spec.topology.experts_over_tp) == (2, 1, True)
+    spec = load_imported(imported("paddleformers", tmp_path, job, world_size=8)).spec
+    assert (spec.topology.tp, spec.topology.ep, spec.topology.experts_over_tp) == (2, 2, False)

@@ -95,6 +95,10 @@ REFUSED = [
     ({"model": {"moe": {**MOE, "topk": 2}}}, "PP102", "did you mean `top_k`?"),
     ({"model": {"moe": {**MOE, "ffn_size": 9}}, "topology": {"tp": 2}},
      "PP108", "model.moe.ffn_size 9 does not divide by topology.tp 2"),
+    ({"model": {"moe": {**MOE, "num_experts": 9}}, "topology": {"tp": 2, "experts_over_tp": True}},
+     "PP108", "set model.moe.num_experts to 8 or 10, or topology.tp to 1 or 3"),
+    ({"model": {"moe": MOE}, "topology": {"tp": 2, "ep": 2, "experts_over_tp": True}},
+     "PP106", "set topology.ep to 1 and topology.dp to 2"),
     ({"model": {"moe": {**MOE, "top_k": 1}}, "topology": {"ep": 8, "cp": 2}},
      "PP108", "set model.seq_length to a multiple of 16"),
     # experts

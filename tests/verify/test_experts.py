@@ -151,6 +151,40 @@ def test_a_wrong_description_of_experts_is_found(monkeypatch, change, code):
     assert code in codes(experts(tp=2))
 
 
+BY_TOKEN = {**MOE, "hash_layers": 1, "score": "sqrtsoftplus"}
+
+
+@pytest.mark.parametrize("moe", [MOE, GATHERED, BY_TOKEN], ids=["scores", "all-gather", "token ids"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_experts_over_tp_need_no_exchange_and_are_whole(moe, sequence_parallel):
+    one = experts(moe, ep=1, tp=2, sequence_parallel=sequence_parallel, experts_over_tp=True)
+    assert codes(one) == set()
+    split = experts(moe, ep=1, tp=2, sequence_parallel=sequence_parallel)
+    assert [str(row.op) for row in one.graph.rows()[0]] == [str(row.op) for row in split.graph.rows()[0]]
+    weights = [p for layer in one.plan.layers for p in layer.parameters if ".experts." in p.name]
+    assert {(p.tp.dim, p.ep.dim, p.local_shape({"tp": 2, "ep": 1})[0]) for p in weights} == {(0, None, 2)}
+
+
+def test_inner_sizes_of_whole_experts_need_not_divide():
+    assert codes(experts({**MOE, "num_shared_experts": 0, "ffn_size": 7}, ep=1, tp=2, experts_over_tp=True)) == set()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_sum_of_the_tp_ranks_experts_that_all_ranks_leave_out_is_found(sequence_parallel):
+    """The end of the block's MLP is the only sum of what the ranks' own experts made."""
+    one = experts(ep=1, tp=2, sequence_parallel=sequence_parallel, experts_over_tp=True)
+    label = "layer.1.mlp.out"
+    (layer,) = [layer for layer in one.plan.layers if layer.name == "layer.1"]
+    number = sum(len(other.forward_collectives) for other in one.plan.layers[:2])
+    number += [c.label for c in layer.forward_collectives].index(label)
+    begin = f"0F0/{number}."
+
+    def without(rank, program, groups):
+        return [row for row in program if not str(row.op).startswith(begin)]
+
+    assert codes(with_rows(one, without)) == {"PP208"}
+
+
 @pytest.mark.parametrize("where", ["0F0/0.ALL_TO_ALL:ep", "0F0/1.ALL_TO_ALL:ep", "0B1/1.ALL_TO_ALL:ep"])
 def test_an_exchange_that_all_ranks_leave_out_is_found(where):
     def without(rank, program, groups):

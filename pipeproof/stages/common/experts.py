@@ -57,13 +57,25 @@ class ExpertCollectives(Protocol):
 
 
 class ExpertRegion:
-    """One rank's view of its expert-parallel group. With one rank nothing is exchanged."""
+    """One rank's view of the ranks that experts are distributed over. With one rank nothing is exchanged.
 
-    def __init__(self, ops: BackendOps, rank: int, num_ranks: int, collectives: ExpertCollectives | None) -> None:
+    Nor is it if ``shares_tokens``: all ranks have the same tokens, and the caller adds their results.
+    """
+
+    def __init__(
+        self,
+        ops: BackendOps,
+        rank: int,
+        num_ranks: int,
+        collectives: ExpertCollectives | None,
+        *,
+        shares_tokens: bool = False,
+    ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"expert-parallel rank {rank} of {num_ranks}: must be 0 to {num_ranks - 1}")
-        if num_ranks > 1 and collectives is None:
+        if num_ranks > 1 and collectives is None and not shares_tokens:
             raise ValueError(f"{num_ranks} expert-parallel ranks need collectives, got None")
+        self.shares_tokens = shares_tokens
         self.ops, self.rank, self.num_ranks = ops, rank, num_ranks
         self._collectives = collectives
 
@@ -131,6 +143,16 @@ class ExpertRegion:
         return self._collectives.all_to_all(tensor, send, receive, label=label)
 
 
+def expert_region(
+    ops: BackendOps, plan: PlanSpec, tp_rank: int, ep_rank: int, collectives: ExpertCollectives | None
+) -> ExpertRegion:
+    """The ranks that the plan distributes experts over: those of EP, or of TP, which have the same tokens."""
+    topology = plan.topology
+    if topology.experts_over_tp:
+        return ExpertRegion(ops, tp_rank, topology.tp, None, shares_tokens=True)
+    return ExpertRegion(ops, ep_rank, topology.ep, collectives)
+
+
 class Experts(ABC):
     """The experts of one block.
 
@@ -166,16 +188,15 @@ class Experts(ABC):
         logits = self._weights.product(to_router, self._weight("router" if router.fixed is None else "hash_router"))
         logits = router.enter(logits.reshape([-1, self._moe.num_experts]))
         tokens = to_experts.reshape([-1, entered.shape[-1]])
-        routes = self._gathered if self._gathers else self._visited
+        routes = self._visited
+        if self._region.num_ranks > 1:
+            gathered = self._gathered if self._moe.dispatcher == "all_gather" else self._visited
+            routes = self._kept if self._region.shares_tokens else gathered
         routed = routes(logits, tokens, router).reshape(entered.shape)
         if not shared:
             return routed
         again = self._region.ops.recompute_in_backward
         return routed + (again(self._shared, *to_shared) if self._recomputes_shared else self._shared(*to_shared))
-
-    @property
-    def _gathers(self) -> bool:
-        return self._moe.dispatcher == "all_gather" and self._region.num_ranks > 1
 
     def _visited(self, logits: Tensor, tokens: Tensor, router: RouterBalance) -> Tensor:
         """Send tokens [N, H] to their experts and back."""
@@ -191,6 +212,12 @@ class Experts(ABC):
         chosen, gains = self._choose(logits, self._moe, router.bias)
         router.count(self._counts(chosen[rank * num_tokens : (rank + 1) * num_tokens]))
         return self._region.sum_results(self._visit_own(tokens, chosen, gains), self._name)
+
+    def _kept(self, logits: Tensor, tokens: Tensor, router: RouterBalance) -> Tensor:
+        """Run the tokens [N, H], which all ranks have, through this rank's experts."""
+        chosen, gains = self._choose(logits, self._moe, router.bias, router.fixed)
+        router.count(self._counts(chosen))
+        return self._visit_own(tokens, chosen, gains)
 
     @property
     def _own_experts(self) -> range:

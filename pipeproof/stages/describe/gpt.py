@@ -80,14 +80,15 @@ class _Describer:
     def _parameter(self, weight: ops.Weight, rows: ops.Rows) -> Parameter:
         """The parameter of a weight: each TP rank has an addend of the gradient if it sees other rows or columns."""
         is_whole, sizes = weight.trained and weight.tp_dim is None, self._sizes
+        tp_dim, ep_dim = sizes.cut_dims(weight)
         is_partial = is_whole and (sizes.is_sharded_between if rows == ops.BETWEEN else sizes.tp > 1)
         return Parameter(
             weight.name if weight.borrowed else f"{self._prefix}{weight.name}",
             weight.shape,
-            INVARIANT if weight.tp_dim is None else sharded(weight.tp_dim),
+            INVARIANT if tp_dim is None else sharded(tp_dim),
             ("tp",) * is_partial + ("cp",) * (sizes.cp > 1 and weight.trained),
             weight.init_std,
-            INVARIANT if weight.ep_dim is None else sharded(weight.ep_dim),
+            INVARIANT if ep_dim is None else sharded(ep_dim),
             weight.init_value,
         )
 

@@ -215,7 +215,7 @@ def _combined(op: TypedOp, operands: Sequence[Operand]) -> AxisType:
     expert_dim, slot_dim, token_dim = op.over
     slots, *rest = operands
     # A rank that knows the choices of all tokens makes an addend of each: the results of its own experts.
-    if slots.type == cut(expert_dim) and all(operand.type == REPLICATED for operand in rest):
+    if slots.type == cut(expert_dim) and all(operand.type == REPLICATED or operand.adapts for operand in rest):
         return PARTIAL
     _refuse_cut(slots, (expert_dim,), "returns tokens from all of")
     dims = tuple(token_dim if dim == slot_dim else dim for dim in slots.value.dims)

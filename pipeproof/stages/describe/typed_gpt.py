@@ -50,6 +50,7 @@ class _GptWriter:
         self._loss_dtype = loss_dtype(plan.run.dtype)
         self._mesh = {"tp": topology.tp, "cp": topology.cp, "ep": topology.ep}
         self._sp = topology.sequence_parallel
+        self._expert_axis = "tp" if topology.experts_over_tp else "ep"
         self._sizes = {
             "s": size.seq_length,
             "t": size.seq_length,
@@ -263,9 +264,9 @@ class _GptWriter:
         return p.multiply(f"{name}.addends", inner, p.parameter(f"{name}.down.weight", f"{f} h", tp=f"S({f})"), over=f)
 
     def _experts(self, p: ProgramBuilder, x: str, *, kind: str) -> str:
-        """``n`` experts = ``x`` EP ranks x ``y`` each, with the inner dim ``m``; ``k`` experts per token.
+        """``n`` experts = ``x`` EP or TP ranks x ``y`` each, with the inner dim ``m``; ``k`` experts per token.
 
-        ``u`` tokens of a row go to the experts of one EP rank.
+        ``u`` tokens of a row go to the experts of one rank.
         """
         entered, moe = self._enter(p, "mlp.in", x), self._model.moe
         router, chosen = "mlp.router.weight", ""
@@ -273,7 +274,9 @@ class _GptWriter:
             router, chosen = "mlp.hash_router.weight", p.constant("top.ids", "s b k", cp="S(s)", ep="S(b)")
         p.parameter(router, "h n")
         logits = p.multiply("logits", entered, router, over="h")
-        if moe is not None and moe.dispatcher == "all_gather":
+        if self._expert_axis == "tp":  # each rank has all tokens
+            routed = self._own_experts(p, *self._slots(p, entered, logits, chosen))
+        elif moe is not None and moe.dispatcher == "all_gather":
             routed = self._gathered_experts(p, entered, logits)
         else:
             routed = self._visited_experts(p, entered, logits, chosen)
@@ -299,11 +302,14 @@ class _GptWriter:
     def _gathered_experts(self, p: ProgramBuilder, entered: str, logits: str) -> str:
         """Every rank has the tokens of all, and an addend of the result: that of its own experts."""
         p.all_gather("mlp.route", logits, "ep")
-        weights, slots = self._slots(p, p.all_gather("mlp.tokens", entered, "ep"), "mlp.route")
-        results = self._expert_mlp(p, p.cut("own.slots", slots, "ep", "x"))
-        gains = p.multiply("gains", weights, over="k")
-        p.combine("routed", results, "top.ids", gains, slot_dims="x u", dim="s")
+        self._own_experts(p, *self._slots(p, p.all_gather("mlp.tokens", entered, "ep"), "mlp.route"))
         return p.reduce_scatter("mlp.sum", "routed", "ep", "b")
+
+    def _own_experts(self, p: ProgramBuilder, weights: str, slots: str) -> str:
+        """The results of a rank's own experts for the tokens of all slots: an addend."""
+        results = self._expert_mlp(p, p.cut("own.slots", slots, self._expert_axis, "x"))
+        gains = p.multiply("gains", weights, over="k")
+        return p.combine("routed", results, "top.ids", gains, slot_dims="x u", dim="s")
 
     def _slots(self, p: ProgramBuilder, tokens: str, logits: str, chosen: str = "") -> tuple[str, str]:
         """The routing weights of tokens, and the tokens in the slots of their experts."""
@@ -313,10 +319,11 @@ class _GptWriter:
         return weights, p.dispatch("slots", tokens, chosen, dim="s", into="x u")
 
     def _expert_mlp(self, p: ProgramBuilder, slots: str) -> str:
-        """Each slot through its expert; an EP rank has the slots of its own experts."""
-        p.constant("slot.expert", "x u b", cp="S(u)", ep="S(x)")
+        """Each slot through its expert; a rank has the slots of its own experts."""
+        placed = {"tp": "S(m)"} | {self._expert_axis: "S(x)"}
+        p.constant("slot.expert", "x u b", cp="S(u)", **{self._expert_axis: "S(x)"})
         for name, dims in (("gate", "x y h m"), ("up", "x y h m"), ("down", "x y m h")):
-            p.parameter(f"mlp.experts.{name}.weight", dims, tp="S(m)", ep="S(x)")
+            p.parameter(f"mlp.experts.{name}.weight", dims, **placed)
             p.pick(f"slot.{name}", f"mlp.experts.{name}.weight", "slot.expert", over="y")
         p.apply("expert.gate", p.multiply("plain.gate", slots, "slot.gate", over="h"))
         p.multiply("expert.inner", "expert.gate", p.multiply("expert.up", slots, "slot.up", over="h"))
@@ -366,17 +373,18 @@ def _latent_sizes(model: ModelSpec) -> Mapping[str, int]:
 
 def _expert_sizes(model: ModelSpec, topology: TopologySpec, seq_length: int) -> Mapping[str, int]:
     moe, ep = model.moe, topology.ep
+    over = topology.tp if topology.experts_over_tp else ep
     if moe is None:
         return {}
     shared = {"m_shared": moe.num_shared_experts * moe.ffn_size} if moe.num_shared_experts else {}
     return {
         "n": moe.num_experts,
-        "x": ep,
+        "x": over,
         "x_from": ep,
         "c_from": topology.cp,
-        "y": moe.num_experts // ep,
+        "y": moe.num_experts // over,
         "k": moe.top_k,
-        "u": seq_length * moe.top_k // ep,
+        "u": seq_length * moe.top_k // over,
         "m": moe.ffn_size,
         **shared,
     }

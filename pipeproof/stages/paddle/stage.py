@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.common.experts import ExpertCollectives, ExpertRegion
+from pipeproof.stages.common.experts import ExpertCollectives, expert_region
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
@@ -53,7 +53,7 @@ class PaddleStage(Stage[Batch]):
     ) -> None:
         run, model = plan.run, plan.gpt
         self._split_weights = SplitWeights(None if run.weight_dtype == run.dtype else run.dtype)
-        experts = ExpertRegion(OPS, ep_rank, plan.topology.ep, exchanges)
+        experts = expert_region(OPS, plan, tp_rank, ep_rank, exchanges)
         self._num_splits = plan.schedule.num_sequence_splits * plan.topology.cp  # one of the two is 1
 
         def weight(value: npt.NDArray[Any]) -> Tensor:

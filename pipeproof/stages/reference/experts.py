@@ -10,7 +10,7 @@ Shape letters: N tokens, E experts, k of them for a token, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -83,7 +83,7 @@ def gathered_mixture(
         mixture(
             [readers[rank] for readers in copies],
             [readers[rank] for readers in routings],
-            weights,
+            [weight[rank * num_own : (rank + 1) * num_own] for weight in weights],
             model,
             range(rank * num_own, (rank + 1) * num_own),
         )
@@ -97,12 +97,12 @@ def mixture(
     routings: Sequence[Routing],
     weights: Sequence[Tensor],
     model: ModelSpec,
-    own: Container[int] | None = None,
+    own: range | None = None,
 ) -> list[Tensor]:
     """Outputs of the experts for each rank's tokens: tensors of the shapes of ``inputs`` [.., H].
 
-    ``weights`` are gate, up and down of all experts: [E, H, M] twice and [E, M, H]. With ``own`` other experts add
-    zero.
+    ``weights`` are gate, up and down of the experts: [E, H, M] twice and [E, M, H]. With ``own`` they are those of
+    these experts alone, and others add zero.
     """
     hidden = inputs[0].shape[-1]
     top_k = routings[0].experts.shape[1]
@@ -120,8 +120,9 @@ def mixture(
         if own is not None and int(expert) not in own:
             outputs.append(group * 0.0)
             continue
-        inner = gated(paddle.matmul(group, gates[expert]), paddle.matmul(group, ups[expert]), model)
-        outputs.append(paddle.matmul(inner, downs[expert]))
+        held = int(expert) - (own.start if own is not None else 0)
+        inner = gated(paddle.matmul(group, gates[held]), paddle.matmul(group, ups[held]), model)
+        outputs.append(paddle.matmul(inner, downs[held]))
     back = PermuteRows.apply(paddle.concat(outputs), np.argsort(order)).split([x.shape[0] for x in rank_rows])
     results = []
     for rank_output, routing, x in zip(back, routings, inputs, strict=True):

@@ -305,7 +305,10 @@ class OrderedLayers(OrderedWeights):
         return products(inner, self.used[f"{name}.down.weight"])
 
     def experts(self, xs: Sequence[Shards], name: str) -> list[Shards]:
-        """Routed experts, with sharded width, for the tokens of all ranks, and shared experts if the model has them."""
+        """Routed experts for the tokens of all ranks, and shared experts if the model has them.
+
+        A shard has a part of the width of each expert, or with ``experts_over_tp`` whole experts.
+        """
         moe = self.plan.model.moe
         assert moe is not None
         readers = 3 if moe.num_shared_experts else 2
@@ -334,6 +337,9 @@ class OrderedLayers(OrderedWeights):
         def outputs(shard: int) -> list[Tensor]:
             inputs, choices = [inputs[1][shard] for inputs in per_rank], [routing[shard] for routing in routed]
             weights = [self.used[f"{name}.experts.{part}.weight"][shard] for part in ("gate", "up", "down")]
+            if self.plan.topology.experts_over_tp:
+                own = range(shard * len(weights[0]), (shard + 1) * len(weights[0]))
+                return mixture(inputs, [choice for (choice,) in choices], weights, self.plan.gpt, own)
             if gathers:
                 return gathered_mixture(inputs, choices, weights, self.plan.gpt)
             return mixture(inputs, [choice for (choice,) in choices], weights, self.plan.gpt)

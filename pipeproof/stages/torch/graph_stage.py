@@ -303,10 +303,10 @@ class GraphStage(TorchStage):
         weight = self.parameters.get(f"{name}.experts.gate.weight")
         if weight is None:
             return False
-        moe = self._plan.gpt.moe
+        moe, topology = self._plan.gpt.moe, self._plan.topology
         assert moe is not None
-        gathers_for_replays = self._plan.run.replay and moe.dispatcher == "all_gather"
-        has_fixed_rows = self._plan.topology.ep == 1 or gathers_for_replays
+        keeps_for_replays = self._plan.run.replay and (topology.experts_over_tp or moe.dispatcher == "all_gather")
+        has_fixed_rows = keeps_for_replays or (topology.ep == 1 and not topology.experts_over_tp)
         is_fixed = has_fixed_rows and is_one_kernel(activation, weight.value)
         return not is_fixed or not _has_same_type(weight) or self.balance.has_values
 

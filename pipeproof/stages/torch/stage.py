@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.common.experts import ExpertCollectives, ExpertRegion
+from pipeproof.stages.common.experts import ExpertCollectives, expert_region
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
@@ -74,7 +74,7 @@ class TorchStage(Stage[WorkItem]):
         self._mask_states = MaskStates(plan, layers, device)
         self._draws_on_device = model.dropout is not None and (run.device == "gpu" or run.compiler is not None)
         self._tables = rotary_tables(model.seq_length, model.rotary_size, dtype, device)
-        experts = ExpertRegion(OPS, ep_rank, plan.topology.ep, exchanges)
+        experts = expert_region(OPS, plan, tp_rank, ep_rank, exchanges)
 
         def weight(value: npt.NDArray[Any]) -> Weight:
             """Round to the type of the run first."""

@@ -171,6 +171,7 @@ MESHES = {
     "ep": ({"ep": 2}, {}, {"moe": {**MOE, **EVEN}}),
     "ep, sp": ({**SP, "ep": 2}, {}, {"moe": {**MOE, **EVEN}, "swiglu_limit": 0.05}),
     "ep, dp": ({"ep": 2, "dp": 2}, {}, {"moe": {**MOE, **EVEN}}),
+    "experts over tp, sp": ({**SP, "experts_over_tp": True}, {}, {"moe": {**MOE, **EVEN}}),
     "cp": ({"cp": 2}, {}, {"num_kv_heads": 2}),
     "cp, dropout": ({"cp": 4}, {}, {"num_kv_heads": 2, "dropout": 0.2, "activation_order": "bsh"}),
     "cp, sp": ({**SP, "cp": 2}, {}, TWO_AHEAD),

@@ -28,6 +28,11 @@ TOPOLOGIES = {
     "ep2_pp2": {"topology": {"pp": 2, "ep": 2}, "num": 2},
     "tp2_sp_pp2": {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}},
     "pp4": {"topology": {"pp": 4}},
+    "sd2_tp2(ep2)": {
+        "topology": {"pp": 1, "dp": 2, "tp": 2, "sequence_parallel": True, "experts_over_tp": True},
+        "num": 2,
+        "memory": {"shard_optimizer": "dp"},
+    },
 }
 
 

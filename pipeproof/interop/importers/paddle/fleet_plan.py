@@ -63,7 +63,11 @@ def _topology(job: FleetJob, draft: Draft) -> None:
     experts = gcd(job.ep.value, data)
     if experts > 1:
         draft.set(("topology", "ep"), experts, job.ep.setting, job.ep.location)
-    if experts < job.ep.value:
+    if experts == 1 < job.ep.value == job.tp.value:
+        draft.set(("topology", "experts_over_tp"), value=True, setting=job.ep.setting, location=job.ep.location)
+        why = "the tensor-parallel ranks share the experts; in the plan each of them gets all tokens of a block, where "
+        draft.ignore(job.ep.setting, f"{why}Paddle sends each token to the ranks of its experts", job.ep.location)
+    elif experts < job.ep.value:
         draft.ignore(
             job.ep.setting,
             f"{job.ep.value} ranks share the experts, the tensor-parallel ones among them; the plan shows the "

@@ -329,7 +329,8 @@ def norm(model: ModelSpec, name: str, size: int | None = None, *, heads: int = 0
 class RankSizes:
     """Rows and local sizes for one work item of ``size`` in the layer ``layer``; MTP streams are more rows.
 
-    Each rank has an even part of the visits to experts: as many as its own tokens make.
+    Each rank has an even part of the visits to experts: as many as its own tokens make. With experts over TP ranks,
+    which have the same tokens, it is a part of those.
     """
 
     def __init__(self, plan: PlanSpec, layer: str, size: MicroBatchSize) -> None:
@@ -337,9 +338,12 @@ class RankSizes:
         self.size = size.with_mtp_streams(mtp_streams_at(plan.gpt, layer))
         self.tp, self.cp, self.ep = topology.tp, topology.cp, topology.ep
         self.is_sharded_between = topology.sequence_parallel and topology.tp > 1
+        self.experts_over_tp = topology.experts_over_tp
         self.tokens = Fraction(self.size.num_tokens, topology.cp)
         self.between = self.tokens / self.tp if self.is_sharded_between else self.tokens
         visits = self.tokens * (0 if plan.model.moe is None else plan.model.moe.top_k)
+        if self.experts_over_tp:
+            visits /= self.tp
         spec, kind = plan.gpt.compressed_attention, attention_of(plan.gpt, layer)
         entries = 0 if spec is None or kind is None else spec.num_entries(kind, self.size.seq_length)
         groups = 0 if spec is None else spec.o_groups
@@ -355,7 +359,14 @@ class RankSizes:
 
     def elements(self, operation: Elementwise | GatherKeys | Loss) -> int:
         """Elements of a row."""
-        return operation.sharded // self.tp + operation.whole
+        of_expert = self.experts_over_tp and isinstance(operation, Elementwise) and operation.rows == VISITS
+        return operation.sharded // (1 if of_expert else self.tp) + operation.whole
+
+    def cut_dims(self, weight: Weight) -> tuple[int | None, int | None]:
+        """The dims of a weight that are sharded over TP and over EP ranks."""
+        if self.experts_over_tp and weight.ep_dim is not None:
+            return weight.ep_dim, None
+        return weight.tp_dim, weight.ep_dim
 
     def vectors(self, norm: Norm) -> Fraction:
         """The number of vectors of a norm."""
@@ -368,5 +379,5 @@ class RankSizes:
         return (columns, inner, 1) if product.transposed else (inner, columns, prod(shapes[0][:-2]))
 
     def _local_shape(self, weight: Weight) -> tuple[int, ...]:
-        ranks = {weight.tp_dim: self.tp, weight.ep_dim: self.ep}
+        ranks = dict(zip(self.cut_dims(weight), (self.tp, self.ep), strict=True))
         return tuple(n // ranks.get(dim, 1) for dim, n in enumerate(weight.shape))
