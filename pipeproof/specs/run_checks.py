@@ -203,7 +203,7 @@ def check_buckets(plan: PlanSections) -> list[Problem]:
         if cost.gather_weights == "at_end":
             return []
         message = "`cost.gather_weights: first_forward` is given without `cost.bucket_size`"
-        fix = "add bucket_size, such as megatron: the first bucket is never hidden"
+        fix = "add `bucket_size: megatron`, or remove gather_weights"
         return [Problem("PP106", ("cost", "gather_weights"), message, help=fix, at_key=True)]
     if cost.profile is not None:
         message = "`cost.bucket_size` is given together with `cost.profile`, which measured sums of single weights"
