@@ -13,7 +13,7 @@ import io
 import pickletools
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
@@ -22,6 +22,8 @@ from pipeproof.state.state_codes import FlexError
 
 _T = TypeVar("_T")
 _LONGEST_TEXT = 2**20
+_WIDEST_NUMBER = 8
+"""Bytes."""
 MAX_OPERATIONS = 2**25
 """Most operations of a pickle, and most values in it where shared ones count each time."""
 MAX_DEPTH = 64
@@ -52,10 +54,11 @@ class PickledObject:
 
 @dataclass(frozen=True, slots=True)
 class PickledBytes:
-    """Bytes of the file, not read."""
+    """Bytes of the file, not read; ``content`` has those of a number."""
 
     start: int
     length: int
+    content: bytes = field(default=b"", compare=False)
 
     def __len__(self) -> int:
         return self.length
@@ -163,7 +166,8 @@ def _run(source: _Source, allows: Callable[[GlobalName], bool]) -> Any:
             case "STOP":
                 return machine.stack.pop()
             case _ if operation in _BYTES:
-                machine.stack.append(PickledBytes(source.tell() - len(argument), len(argument)))
+                content = argument if len(argument) <= _WIDEST_NUMBER else b""
+                machine.stack.append(PickledBytes(source.tell() - len(argument), len(argument), content))
             case _ if operation in _VALUES:
                 machine.stack.append(argument)
             case _ if operation in _CONSTANTS:
@@ -214,7 +218,9 @@ class _Machine:
                 stack.append(global_name)
             case "NEWOBJ" | "REDUCE":  # an instance of a class, and the result of a function
                 called, arguments = self._take(2)
-                stack.append(PickledObject(_of_type(called, GlobalName), _of_type(arguments, tuple)))
+                made = PickledObject(_of_type(called, GlobalName), _of_type(arguments, tuple))
+                number = _whole_number(made)
+                stack.append(made if number is None else number)
             case "BUILD":
                 (state,) = self._take(1)
                 _of_type(stack[-1], PickledObject).state = state
@@ -235,6 +241,20 @@ class _Machine:
 
     def _since_mark(self) -> tuple[Any, ...]:
         return self._take(len(self.stack) - self._marks.pop())
+
+
+def _whole_number(made: PickledObject) -> int | None:
+    """Return a whole number of numpy, as Fleet's DygraphShardingOptimizerV2 has in ranges; None for anything else."""
+    match made:
+        case PickledObject(
+            GlobalName("numpy.core.multiarray" | "numpy._core.multiarray", "scalar"),
+            (
+                PickledObject(GlobalName("numpy", "dtype"), (str(kind), *_), (_, "<" | "|", *_)),
+                PickledBytes() as stored,
+            ),
+        ) if kind[:1] in ("i", "u") and kind[1:] == str(len(stored.content)):
+            return int.from_bytes(stored.content, "little", signed=kind[0] == "i")
+    return None
 
 
 def _key(value: Any) -> Any:

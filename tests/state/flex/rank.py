@@ -125,6 +125,55 @@ def leave_early(root):
     return early
 
 
+def fleet(root, kind):
+    """Three steps of Fleet's own optimizer over two sharding ranks, saved by its ``sharded_state_dict``.
+
+    ``kind`` is the optimizer: "v1" shards by whole weights, "v2" by elements, "adamw" does not shard. Gradients are
+    given as the ranks' sum: gloo has no reduce-scatter. Return the MD5 of each weight and moment after our own steps.
+    """
+    import paddle
+    import paddle.distributed as dist
+    from paddle.distributed import save_state_dict
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer as sharding
+    from paddle.distributed.fleet.utils import tensor_fusion_helper
+
+    from pipeproof.specs.plan_sections import RunSpec
+    from pipeproof.stages.paddle.optimizer import StageOptimizer
+
+    strategy = dist.fleet.DistributedStrategy()
+    degrees = {f"{axis}_degree": 1 for axis in ("dp", "mp", "pp")}
+    strategy.hybrid_configs = {**degrees, "sharding_degree": 2}
+    dist.fleet.init(is_collective=True, strategy=strategy)
+    rng = np.random.default_rng(0)
+    model = paddle.nn.Sequential(paddle.nn.Linear(80, 7), paddle.nn.Linear(7, 3))
+    named = dict(model.named_parameters())
+    for weight in named.values():
+        weight.set_value(rng.standard_normal(weight.shape).astype("float32"))
+    ours = {name: paddle.to_tensor(weight.numpy(), stop_gradient=False) for name, weight in named.items()}
+    run = RunSpec(optimizer="adamw", learning_rate=0.01)
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters(), weight_decay=0.01)
+    classes = {"v1": sharding.DygraphShardingOptimizer, "v2": sharding.DygraphShardingOptimizerV2}
+    tensor_fusion_helper.__current_device_type__ = "gpu"  # only for the alignment of its buffers
+    if kind in classes:
+        optimizer = classes[kind](optimizer, dist.fleet.get_hybrid_communicate_group())
+    own = StageOptimizer(run, ours)
+    for _ in range(3):
+        for name, weight in named.items():
+            gradient = paddle.to_tensor(rng.standard_normal(weight.shape).astype("float32"))
+            ours[name].grad = gradient
+            if kind == "v2":  # a view of its buffer
+                weight.grad.set_value(gradient)
+            else:
+                weight.grad = gradient.clone()
+        optimizer.step()
+        own.step()
+    shards = model.sharded_state_dict()
+    save_state_dict({**shards, **optimizer.sharded_state_dict(shards)}, root, unique_id=0, safetensors=True)
+    dist.barrier()
+    states = {f"optimizer/{slot}/{name}": tensor for (name, slot), tensor in own.state().items()}
+    return {name: tensor._md5sum() for name, tensor in (ours | states).items()}
+
+
 @contextmanager
 def with_gpu_calls_on_cpu(paddle):
     """Paddle moves every tensor to a GPU before it sends it; here it stays where it is."""

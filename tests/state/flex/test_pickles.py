@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,3 +123,13 @@ def test_an_instance_is_its_class_and_its_fields(tmp_path):
     (tmp_path / "x").write_bytes(pickle.dumps(collections.Counter("aab"), protocol=4))
     asked = read_pickle(tmp_path / "x")
     assert (asked.global_name, asked.arguments) == (GlobalName("collections", "Counter"), ({"a": 2, "b": 1},))
+
+
+def test_whole_numbers_of_numpy_are_numbers_and_other_numbers_of_numpy_stay_calls(tmp_path):
+    """Fleet's optimizers have them in ranges of elements."""
+    whole = [np.int64(-3), np.int64(2**40), np.int8(-1), np.uint16(65535), np.int64(7)]
+    (tmp_path / "x").write_bytes(pickle.dumps([*whole, np.float64(1.0), np.bool_(True)], protocol=4))
+    *numbers, real, truth = read_pickle(tmp_path / "x")
+    assert numbers == [int(number) for number in whole]
+    assert all(type(number) is int for number in numbers)
+    assert real.global_name.name == truth.global_name.name == "scalar"

@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 
+from pipeproof.state.checkpoint import tensor_md5s
 from pipeproof.state.flex.flex_metadata import open_flex
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.read_state import find_state, read_rank_state, read_whole
@@ -114,3 +115,13 @@ def test_paddle_comes_back_from_saving_before_the_others_have_written(two):
 
 def test_paddle_loads_across_ranks_on_gpus_alone(two):
     assert [found[6] for found in two[1]] == ["No available device found."] * 2
+
+
+def test_fleets_optimizers_save_what_ours_computes(tmp_path):
+    """AdamW, and its two sharded forms: V1 has whole moments on each rank, V2 ranges of elements."""
+    for kind in ("adamw", "v1", "v2"):
+        expected, again = (result for (result,) in in_ranks(2, ["fleet", str(tmp_path / kind), kind]))
+        assert tensor_md5s(open_checkpoint(tmp_path / kind)) == expected == again
+    places = {kind: open_checkpoint(tmp_path / kind).shards["optimizer/moment1/0.weight"] for kind in ("v1", "v2")}
+    assert [held.shard.flat for held in places["v1"]] == [None]
+    assert sorted(held.shard.flat for held in places["v2"]) == [(0, 512), (512, 560)]
