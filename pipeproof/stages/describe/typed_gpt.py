@@ -320,10 +320,10 @@ class _GptWriter:
 
     def _expert_mlp(self, p: ProgramBuilder, slots: str) -> str:
         """Each slot through its expert; a rank has the slots of its own experts."""
-        placed = {"tp": "S(m)"} | {self._expert_axis: "S(x)"}
+        tp, ep = ("S(x)", "I") if self._expert_axis == "tp" else ("S(m)", "S(x)")
         p.constant("slot.expert", "x u b", cp="S(u)", **{self._expert_axis: "S(x)"})
         for name, dims in (("gate", "x y h m"), ("up", "x y h m"), ("down", "x y m h")):
-            p.parameter(f"mlp.experts.{name}.weight", dims, **placed)
+            p.parameter(f"mlp.experts.{name}.weight", dims, tp=tp, ep=ep)
             p.pick(f"slot.{name}", f"mlp.experts.{name}.weight", "slot.expert", over="y")
         p.apply("expert.gate", p.multiply("plain.gate", slots, "slot.gate", over="h"))
         p.multiply("expert.inner", "expert.gate", p.multiply("expert.up", slots, "slot.up", over="h"))
