@@ -58,7 +58,8 @@ class Checkpoint:
 
     path: Path
     kind: str
-    """``state``, ``merged`` (whole tensors in one file or several), ``flex`` (Paddle's) or ``dcp`` (PyTorch's)."""
+    """``state``, ``merged`` (whole tensors in one file or several), ``flex`` (Paddle's), ``unified`` (PaddleNLP's) or
+    ``dcp`` (PyTorch's)."""
     tensors: Mapping[str, TensorEntry]
     """Whole tensors by name."""
     shards: ShardsByTensor

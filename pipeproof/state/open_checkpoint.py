@@ -58,8 +58,12 @@ def _opened(path: Path) -> Checkpoint:
     if path.is_file():
         return _merged(path)
     if not (path / INDEX_FILE).exists():
+        from pipeproof.state.flex.unified import is_unified, open_unified
+
+        if is_unified(path):
+            return open_unified(path, open_indexed)
         if (path / OPEN_INDEX).exists():
-            return _of_many(path)
+            return open_indexed(path, OPEN_INDEX)
         if (path / _OPEN_FILE).exists():
             return _merged(path / _OPEN_FILE)
         from pipeproof.state.dcp.dcp_checkpoint import is_dcp, open_dcp
@@ -124,9 +128,13 @@ def _of_whole_tensors(path: Path, names_of: Mapping[Path, list[str] | None]) -> 
     return Checkpoint(path, "merged", tensors, shards, files, None)
 
 
-def _of_many(directory: Path) -> Checkpoint:
-    """Open a directory of Hugging Face: its index gives the file of each tensor."""
-    file = directory / OPEN_INDEX
+def open_indexed(directory: Path, index: str) -> Checkpoint:
+    """Open files of whole tensors in a directory, of which ``index`` gives the file of each, as Hugging Face's does.
+
+    Raises:
+        StateError: The index or a file is damaged, or they contradict each other.
+    """
+    file = directory / index
     with reading(file, FIX):
         content = read_foreign(file, MAX_BYTES)
     try:

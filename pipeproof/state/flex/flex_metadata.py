@@ -29,8 +29,8 @@ from pipeproof.state.state_layout import moment_name
 
 MAIN = ".w_0"
 """Suffix of a main weight: the optimizer updates it, and the model computes with a copy of fewer bits."""
-_SLOTS = {"moment1": ".moment1_0", "moment2": ".moment2_0"}
-_COUNTERS = {"beta1_power": ".beta1_pow_acc_0", "beta2_power": ".beta2_pow_acc_0"}
+SLOTS = {"moment1": ".moment1_0", "moment2": ".moment2_0"}
+COUNTERS = {"beta1_power": ".beta1_pow_acc_0", "beta2_power": ".beta2_pow_acc_0"}
 _BIAS = ".router.bias"
 """Suffix of the names of routers' biases, see ``stages.describe.gradient_facts.bias_name``."""
 
@@ -43,7 +43,7 @@ def key_of(tensor: str, entry: TensorEntry) -> str:
     """
     if entry.weight is None:
         return tensor
-    return entry.weight + (_SLOTS | _COUNTERS)[tensor.removesuffix(f"/{entry.weight}").removeprefix("optimizer/")]
+    return entry.weight + (SLOTS | COUNTERS)[tensor.removesuffix(f"/{entry.weight}").removeprefix("optimizer/")]
 
 
 def stored_shape(entry: TensorEntry, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,11 +53,11 @@ def stored_shape(entry: TensorEntry, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def tensor_of(key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, TensorEntry]:
     """Return pipeproof's name of Paddle's ``key``, and its entry. A scalar has one dim there, and none here."""
-    for slot, suffix in _SLOTS.items():
+    for slot, suffix in SLOTS.items():
         if key.endswith(suffix):
             weight = key.removesuffix(suffix)
             return moment_name(weight, slot), TensorEntry(kind="moment", dtype=dtype, shape=shape, weight=weight)
-    for slot, suffix in _COUNTERS.items():
+    for slot, suffix in COUNTERS.items():
         if key.endswith(suffix) and shape in ((), (1,)):
             weight = key.removesuffix(suffix)
             return moment_name(weight, slot), TensorEntry(kind="counter", dtype=dtype, shape=(), weight=weight)

@@ -1,21 +1,40 @@
-"""Writing Paddle's flex checkpoint: the task of a reshard, and the index entries of files that Paddle wrote."""
+"""Writing Paddle's flex checkpoint and PaddleNLP's Unified Checkpoint: the tasks of a reshard.
+
+Also the index entries of flex files that Paddle wrote.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.foreign_text import read_foreign
-from pipeproof.state.flex.flex_metadata import SUFFIX, FlexShard, key_of, metadata_of, open_flex, stored_shape
-from pipeproof.state.reshard.reshard_targets import ReshardTask
+from pipeproof.specs.axis_layout import dtype_bytes
+from pipeproof.state.checkpoint import Checkpoint
+from pipeproof.state.flex.flex_metadata import (
+    COUNTERS,
+    SLOTS,
+    SUFFIX,
+    FlexShard,
+    key_of,
+    metadata_of,
+    open_flex,
+    stored_shape,
+)
+from pipeproof.state.flex.unified import INDEX, MASTER, MODEL, OPTIMIZER, SUFFIXES
+from pipeproof.state.reshard.reshard_targets import ReshardTask, files_of_whole
+from pipeproof.state.reshard.shard_layout import layout_of_files
 from pipeproof.state.safetensors_header import read_header
 from pipeproof.state.state_codes import FLEX_UNSUPPORTED, FlexError
 from pipeproof.state.state_index import MAX_BYTES, Shard, ShardFile, TensorEntry
-from pipeproof.state.state_layout import RankShard, files_of
+from pipeproof.state.state_layout import RankShard, files_of, moment_name
+from pipeproof.state.tensor_map import StateMap, TensorMap, identity_tensor
 from pipeproof.system_calls import sync
 
 METADATA_FILE = "0.metadata"
@@ -93,3 +112,76 @@ def require_all_written(directory: Path, plan: LoweredPlan) -> None:
             raise FlexError(f"{directory}: {subject} {len(shards)} shards, and the plan {len(wanted)}{first}", _FIX)
     for file in directory.glob(f"*{SUFFIX}"):
         sync(file)
+
+
+def with_optimizer_states(named: StateMap, source: Mapping[str, TensorEntry]) -> StateMap:
+    """Return a map of weights to other names as one of their optimizer states, too.
+
+    A weight that is made of several ones has the scalars of the first: they are equal for all weights.
+    """
+    tensors, used = dict(named.tensors), set[str]()
+    for name, made in named.tensors.items():
+        sources = [copy.source for copy in made.copies if copy.source is not None]
+        for slot in SLOTS | COUNTERS if sources else ():
+            states = [moment_name(weight, slot) for weight in sources]
+            if not all(state in source for state in states):
+                continue
+            used.update(states if slot in SLOTS else states[:1])
+            entry = source[states[0]]
+            copies = made.copies if slot in SLOTS else ()
+            moved = tuple(replace(copy, source=moment_name(str(copy.source), slot)) for copy in copies)
+            if slot in COUNTERS:
+                (moved,) = (identity_tensor(states[0], entry.dtype, ()).copies,)
+            tensors[moment_name(name, slot)] = TensorMap(entry.dtype, made.shape if slot in SLOTS else (), moved)
+    scalars = {state for state in used if source[state].kind == "counter"}
+    return replace(named, tensors=tensors, removed=named.removed - used, duplicated=named.duplicated | scalars)
+
+
+def as_unified(task: ReshardTask, source: Checkpoint, name: str) -> ReshardTask:
+    """Return a task for one file of whole tensors as one for a Unified Checkpoint, which is called ``name``.
+
+    Weights are saved as with ``skip_save_model_weight``: they are main weights if the model computes in 16 bits.
+
+    Raises:
+        FlexError: A state is one of another framework's optimizer.
+    """
+    entries, groups, keys = task.target.tensors, dict[str, list[Shard]](), dict[str, str]()
+    for shard in sorted((shard for held in task.target.files.values() for shard in held), key=lambda one: one.tensor):
+        keys[shard.tensor], group = _unified_key(shard.tensor)
+        groups.setdefault(group, []).append(shard)
+    computes_in = "" if source.index is None else source.index.values.get("run.dtype")
+    has_main_weights = computes_in in ("bfloat16", "float16")
+    files, extra_files = dict[str, tuple[Shard, ...]](), dict[str, str]()
+    for group, shards in groups.items():
+        parts = files_of_whole(shards, entries)
+        names = [f"{group}-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
+        files |= dict(zip(names, parts, strict=True))
+        size = sum(prod(shard.shape) * dtype_bytes(entries[shard.tensor].dtype) for shard in shards)
+        weight_map = {keys[shard.tensor]: file for file in names for shard in files[file]}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        index |= {MASTER: has_main_weights} if group == OPTIMIZER else {}
+        extra_files[f"{group}{INDEX}"] = json.dumps(index, indent=4)
+    target = replace(task.target, files=files, ranks=dict.fromkeys(files, 0), keys=keys)
+    return replace(
+        task,
+        target=replace(target, metadata=MappingProxyType({"format": "np"})),
+        target_layout=layout_of_files(name, entries, files, {}),
+        provenance=None,
+        one_file=None,
+        extra_files=MappingProxyType({**task.extra_files, **extra_files}),
+    )
+
+
+def _unified_key(tensor: str) -> tuple[str, str]:
+    """PaddleNLP's key of a tensor, and the first word of its file's name."""
+    if not tensor.startswith("optimizer/"):
+        return tensor, MODEL
+    _, slot, weight = tensor.split("/", 2)
+    if slot not in SUFFIXES:
+        raise PipeproofError(
+            FLEX_UNSUPPORTED.finding(
+                f"{tensor} is a state of PyTorch's optimizer, which keeps other numbers than Paddle's",
+                help="give --weights-only, or another --save-format",
+            )
+        )
+    return f"{weight}/{SUFFIXES[slot]}", OPTIMIZER

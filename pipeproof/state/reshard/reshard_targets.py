@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -274,7 +274,8 @@ def as_dcp(task: ReshardTask, name: str, file_bytes: int = _FILE_BYTES) -> Resha
     if unknown is not None:
         raise DcpError(f"{unknown} has the type {entries[unknown].dtype}, which is not supported", "convert it first")
     shards = sorted((shard for held in task.target.files.values() for shard in held), key=lambda shard: shard.tensor)
-    files = _files(shards, entries, file_bytes)
+    parts = files_of_whole(shards, entries, file_bytes)
+    files = {f"__0_{number}.distcp": held for number, held in enumerate(parts)}
     tensors = dict[str, DcpTensor]()
     for file, held in files.items():
         position = 0
@@ -300,8 +301,10 @@ def as_dcp(task: ReshardTask, name: str, file_bytes: int = _FILE_BYTES) -> Resha
     )
 
 
-def _files(shards: list[Shard], entries: Mapping[str, TensorEntry], file_bytes: int) -> Mapping[str, tuple[Shard, ...]]:
-    """Return the shards by file, in their order."""
+def files_of_whole(
+    shards: Iterable[Shard], entries: Mapping[str, TensorEntry], file_bytes: int = _FILE_BYTES
+) -> list[tuple[Shard, ...]]:
+    """Return the shards of each file, in their order. A file is full with ``file_bytes`` of tensors."""
     files, filled = list[list[Shard]]([[]]), 0
     for shard in shards:
         if filled >= file_bytes:
@@ -309,4 +312,4 @@ def _files(shards: list[Shard], entries: Mapping[str, TensorEntry], file_bytes: 
             filled = 0
         files[-1].append(shard)
         filled += prod(shard.shape) * dtype_bytes(entries[shard.tensor].dtype)
-    return {f"__0_{number}.distcp": tuple(held) for number, held in enumerate(files)}
+    return [tuple(held) for held in files]
