@@ -115,6 +115,20 @@ class CustomLayerSpec(Section):
         return {key: time for key, time in every.items() if time is not None}
 
 
+class LayerEdgeSpec(LayerOutputSpec):
+    """A tensor that a layer passes to later layers than the next one, through the stages between them."""
+
+    name: str = Field(
+        description="Name of the tensor: the keyword argument of its consumers.",
+        json_schema_extra={"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+    )
+    producer: str = Field(description="The layer that makes it.")
+    consumers: Annotated[tuple[str, ...], FROM_LIST] = Field(
+        description="The later layers that use it. Its gradient is the sum of theirs, the last layer's first.",
+        json_schema_extra={"minItems": 1},
+    )
+
+
 class CustomModelSpec(Section):
     """A sequence of custom layers, and the tensors that cross between them."""
 

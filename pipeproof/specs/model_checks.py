@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, nearest_name
-from pipeproof.specs.custom_layers import SEQUENCE, CustomLayerSpec, CustomModelSpec
+from pipeproof.specs.custom_layers import SEQUENCE, CustomLayerSpec, CustomModelSpec, LayerOutputSpec
 from pipeproof.specs.model import ModelSpec, MoeSpec
 from pipeproof.specs.plan_sections import PlanSections
 from pipeproof.specs.section import divisors, multiples
@@ -206,7 +207,8 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> list[Problem]:
     """Return the problems of the declared layers (PP104, PP106), and of the rest of the plan with them."""
     return [
-        *_check_layers(model), *_check_times(model), *_check_lengths(plan, model), *_check_other_sections(plan, model),
+        *_check_layers(model), *_check_times(model), *_check_lengths(plan, model), *_check_edges(plan, model),
+        *_check_other_sections(plan, model),
     ]  # fmt: skip
 
 
@@ -238,14 +240,50 @@ def _check_lengths(plan: PlanSections, model: CustomModelSpec) -> Iterator[Probl
     if lengths is not None and len(lengths) != num:
         message = f"`schedule.seq_lengths` has {len(lengths)} entries, and schedule.num_micro_batches is {num}"
         yield Problem("PP109", ("schedule", "seq_lengths"), message, help=f"give {num}")
-    for index, layer in enumerate(model.layers):
-        for position, out in enumerate(layer.out):
-            if SEQUENCE in out.shape and lengths is None:
-                path = ("model", "layers", index, "out", position, "shape")
-                message = (
-                    f"an output of `{layer.name}` has the size `{SEQUENCE}`, and schedule.seq_lengths is not given"
-                )
-                yield Problem("PP106", path, message, help="give the length of each micro-batch, or write a number")
+    outputs: list[tuple[str, LayerOutputSpec, KeyPath]] = [
+        (f"an output of `{layer.name}`", out, ("model", "layers", index, "out", position))
+        for index, layer in enumerate(model.layers)
+        for position, out in enumerate(layer.out)
+    ]
+    outputs += [(f"`{edge.name}`", edge, ("edges", index)) for index, edge in enumerate(plan.edges)]
+    for what, out, path in outputs:
+        if SEQUENCE in out.shape and lengths is None:
+            message = f"{what} has the size `{SEQUENCE}`, and schedule.seq_lengths is not given"
+            fix = "give the length of each micro-batch, or write a number"
+            yield Problem("PP106", (*path, "shape"), message, help=fix)
+
+
+def _check_edges(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
+    """PP106: an edge has a name of its own, and leads from a layer of a stage to later layers."""
+    names: set[str] = set()
+    stages = [[layer.name for layer in model.layers]] if not isinstance(plan.stages, tuple) else plan.stages
+    place = {name: number for number, name in enumerate(chain.from_iterable(stages))}
+    for index, edge in enumerate(plan.edges):
+        path: KeyPath = ("edges", index)
+        if not edge.name.isidentifier() or edge.name in names:
+            message = f"an edge has a name of its own of letters, digits and _, found {describe_value(edge.name)}"
+            yield Problem("PP106", (*path, "name"), message, help="rename it")
+        names.add(edge.name)
+        if not edge.consumers or len({*edge.consumers}) < len(edge.consumers):
+            message = f"`{edge.name}` has the consumers {', '.join(edge.consumers) or '(none)'}"
+            yield Problem("PP106", (*path, "consumers"), message, help="name each layer that uses it once")
+        where: list[tuple[str, KeyPath]] = [(edge.producer, (*path, "producer"))]
+        where += [(name, (*path, "consumers", position)) for position, name in enumerate(edge.consumers)]
+        for name, at in where:
+            if name not in place:
+                near = nearest_name(name, place)
+                fix = f"did you mean `{near}`?" if near else "name layers of model.layers that are in a stage"
+                yield Problem("PP106", at, f"`{edge.name}` names `{name}`, which is no layer of a stage", help=fix)
+            elif at[2] == "consumers" and edge.producer in place and place[name] <= place[edge.producer]:
+                message = f"`{name}` uses `{edge.name}`, and does not come after `{edge.producer}`, which makes it"
+                yield Problem("PP106", at, message, help="name later layers than the producer")
+        yield from _check_gradient(edge, path)
+
+
+def _check_gradient(out: LayerOutputSpec, path: KeyPath) -> Iterator[Problem]:
+    if out.gradient and out.dtype is not None and "float" not in out.dtype:
+        message = f"a tensor of {out.dtype} has no gradient, and `gradient` is true"
+        yield Problem("PP106", (*path, "gradient"), message, help="remove `gradient`")
 
 
 def _check_layers(model: CustomModelSpec) -> Iterator[Problem]:
@@ -286,9 +324,7 @@ def _check_out(layer: CustomLayerSpec, path: KeyPath, *, is_last: bool) -> Itera
         message = f"no output of `{layer.name}` has a gradient, so that no layer before it would learn"
         yield Problem("PP106", (*path, "out"), message, help="merge it with the layer after it")
     for position, out in enumerate(layer.out):
-        if out.gradient and out.dtype is not None and "float" not in out.dtype:
-            message = f"a tensor of {out.dtype} has no gradient, and `gradient` is true"
-            yield Problem("PP106", (*path, "out", position, "gradient"), message, help="remove `gradient`")
+        yield from _check_gradient(out, (*path, "out", position))
 
 
 def _check_borrowed(layer: CustomLayerSpec, path: KeyPath, weights: dict[str, tuple[int, ...]]) -> Iterator[Problem]:

@@ -15,6 +15,9 @@ from pipeproof.specs.transport import SHARDED_DIM, BoundarySpec, is_float
 def check_boundaries(plan: PlanSections) -> list[Problem]:
     """PP106, PP108, PP109: entries of ``boundaries`` and sizes by micro-batch agree with the rest of the plan."""
     problems = [*_check_sizes(plan), *_check_sequence_shards(plan)]
+    if plan.edges:
+        message = "`edges` are of custom layers; each layer of the GPT reads the output of the one before it"
+        problems.append(Problem("PP106", ("edges",), message, help="remove it, or declare the layers (kind: layers)"))
     names: dict[tuple[int | None, str], int] = {}
     for index, entry in enumerate(plan.boundaries):
         path: KeyPath = ("boundaries", index)

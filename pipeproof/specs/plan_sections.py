@@ -21,7 +21,7 @@ from pydantic import (
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
 from pipeproof.foreign_text import MOST_RANKS
 from pipeproof.specs.cost import CostSource, CostSpec, placeholder_note
-from pipeproof.specs.custom_layers import CustomModelSpec
+from pipeproof.specs.custom_layers import CustomModelSpec, LayerEdgeSpec
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.schedule import ScheduleSpec, Side
@@ -311,6 +311,10 @@ class PlanSections(Section):
     transport: TransportSpec = Field(default_factory=TransportSpec, description="Stage-to-stage communication.")
     boundaries: Annotated[tuple[BoundarySpec, ...], FROM_LIST] = Field(
         default=(), description="Tensors that cross stage boundaries in place of the model's activation."
+    )
+    edges: Annotated[tuple[LayerEdgeSpec, ...], FROM_LIST] = Field(
+        default=(),
+        description="Tensors of custom layers for other layers than the next one; each stage passes them on.",
     )
     buffers: BuffersSpec = Field(default_factory=BuffersSpec, description="Memory of messages.")
     cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")

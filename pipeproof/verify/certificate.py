@@ -157,4 +157,5 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "buffers": [*plan.spec.buffers.model_dump(mode="json").values()],
         "connections": plan.spec.transport.connections,
         **({} if plan.spec.run.compiler is None else {"compiler": plan.spec.run.compiler}),
+        **({"edges": [edge.model_dump(mode="json") for edge in plan.spec.edges]} if plan.spec.edges else {}),
     }

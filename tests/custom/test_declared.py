@@ -14,6 +14,7 @@ from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.verify.check_plan import check, check_subject
 from pipeproof.verify.subject import make_subject
 from tests.cli.commands import invoke
+from tests.plans import plan_dict
 
 LAYERS = [
     {"name": "stem", "out": [{"shape": ["b", 4]}], "parameters": [{"name": "weight", "shape": [3, 4]}]},
@@ -251,3 +252,44 @@ def test_commands_move_the_cut(tmp_path):
     assert "placeholder" not in compared.stdout
     assert invoke("tune", str(file)).exit_code == 0
     assert "12" in invoke("schedule", "show", str(file)).stdout
+
+
+SKIP = {"name": "skip", "producer": "stem", "consumers": ["mid", "head"], "shape": ["b", 8]}
+
+
+def test_an_edge_crosses_each_boundary_from_its_producer_to_its_last_consumer():
+    lowered = lower_loaded(
+        plan_from_dict(plan(topology={"pp": 4}, edges=[SKIP, {**SKIP, "name": "short", "consumers": ["act"]}]))
+    )
+    assert [[tensor.member for tensor in edge.variants[0]] for edge in lowered.edges] == [
+        ["", "skip", "short"], ["", "skip"], ["0", "1", "skip"],
+    ]  # fmt: skip
+    skip = lowered.edges[1].variants[0][1]
+    assert (skip.shape, skip.dtype, skip.has_gradient) == ((2, 8), "float32", True)
+    assert [
+        len(edge.variants[0])
+        for edge in lower_loaded(plan_from_dict(plan(edges=[{**SKIP, "consumers": ["act"]}]))).edges
+    ] == [1]
+
+
+@pytest.mark.parametrize(("edge", "code", "word"), [
+    ({"consumers": ["stem"]}, "PP106", "does not come after `stem`"),
+    ({"producer": "head", "consumers": ["mid"]}, "PP106", "does not come after `head`"),
+    ({"consumers": []}, "PP106", "(none)"),
+    ({"consumers": ["mid", "mid"]}, "PP106", "mid, mid"),
+    ({"producer": "steam"}, "PP106", "`steam`, which is no layer"),
+    ({"name": "a-b"}, "PP106", "a name of its own"),
+    ({"shape": ["s", 2]}, "PP106", "has the size `s`"),
+    ({"dtype": "int64", "gradient": True}, "PP106", "has no gradient"),
+    ({"route": "far"}, "PP102", "route"),
+])  # fmt: skip
+def test_an_edge_that_does_not_fit_is_refused(edge, code, word):
+    assert [found for found, text in refused(edges=[{**SKIP, **edge}]) if word in text] == [code]
+
+
+def test_a_second_edge_needs_its_own_name_and_a_gpt_has_none():
+    assert refused(edges=[SKIP, SKIP])[0][0] == "PP106"
+    with pytest.raises(PlanFileError) as caught:
+        plan_from_dict({**plan_dict(), "edges": [SKIP]})
+    assert [(finding.code, finding.location) for finding in caught.value.findings] == [("PP106", None)]
+    assert "custom layers" in caught.value.findings[0].message

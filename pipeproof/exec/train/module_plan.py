@@ -201,7 +201,7 @@ def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]
     """
     facts = [StageFacts.whole(n, "", [], [{"shape": ["b"]}] if n < num_stages - 1 else []) for n in range(num_stages)]
     schedule = {key: value for key, value in skeleton["schedule"].items() if key != "seq_lengths"}
-    unknown = {**skeleton, "model": {"kind": "layers"}, "schedule": schedule, "stages": None}
+    unknown = {**skeleton, "model": {"kind": "layers"}, "schedule": schedule, "stages": None, "edges": []}
     loaded = plan_from_dict(complete_plan(unknown, facts, (), 1))
     with blaming_plan(loaded):
         foreign = own_schedule(loaded)
@@ -225,13 +225,14 @@ def sized_plan(
     content: Mapping[str, Any],
     programs: Sequence[Sequence[Op]],
     outputs: Sequence[Sequence[dict[str, Any]]],
+    edges: Mapping[str, Mapping[str, Any]],
     num_rows: int,
     num_micro_batches: int,
     seq_lengths: Sequence[int] | None,
     *,
     by_kind: bool,
 ) -> dict[str, Any]:
-    """A plan for steps of other sizes: ``outputs`` are those of its layers, as their ``out``.
+    """A plan for steps of other sizes: ``outputs`` are those of its layers, as their ``out``, ``edges`` by name.
 
     Fewer micro-batches run as in ``programs``, without the others; more of them, and all with ``by_kind``, by the
     plan's own kind.
@@ -252,6 +253,8 @@ def sized_plan(
     ]
     result = {key: value for key, value in content.items() if key != "cost"}
     result["model"] = {**content["model"], "layers": sized}
+    if edges:
+        result["edges"] = [{**edge, **edges[edge["name"]]} for edge in content["edges"]]
     planned: int = content["schedule"]["num_micro_batches"]
     schedule: dict[str, Any] = {key: value for key, value in content["schedule"].items() if key != "seq_lengths"}
     if num_micro_batches < planned and not by_kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -43,11 +43,15 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """The layers of one stage in order, and its times in microseconds: measured, or None."""
+    """The layers of one stage in order, and its times in microseconds: measured, or None.
+
+    ``edges`` are the tensors for later stages than the next one that it makes, by name, with the keys of an output.
+    """
 
     layers: tuple[LayerFacts, ...]
     forward_us: float | None = None
     backward_us: float | None = None
+    edges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def whole(

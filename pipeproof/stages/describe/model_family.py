@@ -172,13 +172,22 @@ def _custom_layers(plan: PlanSpec) -> tuple[Layer, ...]:
 
 
 def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
-    """The outputs of the last layer of each stage but the last."""
+    """The outputs of the last layer of each stage but the last, then the tensors of ``edges`` that it passes on."""
     outputs = {layer.name: layer.out for layer in plan.custom.layers}
     sizes, by_work_item = work_item_sizes(plan)
+    stages = custom_stages(plan)
+    place = {name: stage for stage, names in enumerate(stages) for name in names}
     edges = []
-    for names in custom_stages(plan)[:-1]:
+    for stage, names in enumerate(stages[:-1]):
         out = outputs[names[-1]] if names else ()
-        members = [(spec, str(number) if len(out) > 1 else "") for number, spec in enumerate(out)]
+        members: list[tuple[LayerOutputSpec, str]] = [
+            (spec, str(number) if len(out) > 1 else "") for number, spec in enumerate(out)
+        ]
+        members += [
+            (edge, edge.name)
+            for edge in plan.edges
+            if place[edge.producer] <= stage < max(place[name] for name in edge.consumers)
+        ]
         variants = (tuple(_custom_boundary(plan, *member, size.seq_length) for member in members) for size in sizes)
         edges.append(Edge(tuple(variants), by_work_item))
     return tuple(edges)

@@ -77,7 +77,7 @@ def described_layers(number: int, stage: nn.Module, layers: CutLayers | None) ->
     """
     if layers is None:
         weights = {name: (name, weight) for name, weight in trained(stage).items()}
-        return [_described(stage_name(number), type(stage).__name__, weights)]
+        return [_described(stage_name(number), type(unwrapped(stage)).__name__, weights)]
     users: dict[int, list[tuple[int, str]]] = {}
     for name, weight in trained(stage, repeats=True).items():
         users.setdefault(id(weight), []).append(layers.locate(name))

@@ -8,7 +8,7 @@ and scatters its gradients once. All average over the replicas.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,10 @@ class Replicas:
         PipelineError: the wrappers do not go together, or not with a pipeline.
     """
 
-    def __init__(self, number: int, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, number: int, module: nn.Module, group: dist.ProcessGroup | None,
+        around: Callable[[int, nn.Module], nn.Module] = lambda _, module: module,
+    ) -> None:  # fmt: skip
         self.number, self.module = number, module
         self._fsdp = _fsdp_roots(module)
         self._ddp = module if _is_ddp(module) else None
@@ -53,6 +56,7 @@ class Replicas:
         if self._fsdp and group is not None:
             raise PipelineError(f"stage {number} is sharded by fully_shard, which sums its gradients: no data_group")
         self._group = None if group is None else ScriptGroup(group)
+        self._called = around(number, module if self._ddp is None else self._ddp.module)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -90,8 +94,8 @@ class Replicas:
         return bool(self._fsdp)
 
     def call(self) -> nn.Module:
-        """The module to call: what DDP wraps, as the pipeline sums at the end of the step itself."""
-        return self.module if self._ddp is None else self._ddp.module
+        """The module to call, in what is ``around`` it: what DDP wraps, as the pipeline sums at the end of the step."""
+        return self._called
 
     def begin(self) -> None:
         """Begin a step: no backward scatters gradients; weights stay gathered where the script leaves the choice."""
@@ -124,7 +128,7 @@ class Replicas:
 
     def _averaged(self) -> list[nn.Parameter]:
         """The trained parameters, without those that the script keeps from DDP, such as a rank's own experts."""
-        module = self.call()
+        module = self.module if self._ddp is None else self._ddp.module
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         return [weight for name, weight in module.named_parameters() if weight.requires_grad and name not in ignored]
 

@@ -20,6 +20,7 @@ from pipeproof.exec.train.plan_layers import Tie
 from pipeproof.exec.train.torch.compare_reference import compare_step
 from pipeproof.exec.train.torch.model_stages import StaleModel
 from pipeproof.exec.train.torch.module_stage import LossFunction
+from pipeproof.exec.train.torch.stage_edges import Edges
 from pipeproof.exec.train.torch.stage_keywords import StepInputs, example_inputs
 from pipeproof.exec.train.torch.stage_values import joined_outputs
 from pipeproof.exec.train.torch.start_phases import (
@@ -66,6 +67,9 @@ class Pipeline:
         profile: measure each stage's forward and backward on the example, as the times of the plan (``cost``).
         tied: weights that stages share, each as {stage: name in that stage}. All of them start with the values of the
             first stage.
+        edges: tensors for later stages than the next one, by name the stage that makes one and those that use it:
+            ``{"skip": (0, [3])}``. The first returns it in a dict by that name, or it is its output itself; the others
+            take it as a keyword argument.
         split_dims: dims of the rows, where they are not the first, by names of arguments: {"position_ids": 1}. A path
             names what is inside of an argument ("batch.positions"), ``target`` the target. The size of the dim is the
             rows, or a multiple of them.
@@ -109,6 +113,7 @@ class Pipeline:
         compiler: Compiler = "inductor",
         profile: bool = False,
         tied: Sequence[Tie] = (),
+        edges: Edges | None = None,
         split_dims: Mapping[str, int] | None = None,
         same_kwargs: Sequence[str] = (),
         check_inputs: bool = False,
@@ -123,7 +128,7 @@ class Pipeline:
     ) -> None:
         settings = Settings(
             plan, schedule, num_micro_batches, loss_fn,
-            example_inputs(example, example_kwargs, example_stage_kwargs), split, compiler, profile, tied,
+            example_inputs(example, example_kwargs, example_stage_kwargs), split, compiler, profile, tied, edges or {},
             SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs, scale_grads, normalize, loss_on,
             check_finite, replay, overlap, timeout_s, unsafe,
         )  # fmt: skip

@@ -44,7 +44,7 @@ class Signature:
 
     ``num_rows`` are the rows of a micro-batch. ``views`` are the distinct arguments of micro-batches, None where the
     plan declares the boundaries; ``order`` has the view of each micro-batch, and is empty for one view. ``outputs`` are
-    those of all layers of the plan.
+    those of all layers of the plan, and ``edges`` its edges by name.
     """
 
     num_micro_batches: int
@@ -53,6 +53,7 @@ class Signature:
     order: list[int]
     boundaries: dict[int, Boundaries]
     outputs: list[list[dict[str, Any]]]
+    edges: dict[str, dict[str, Any]]
     content: dict[str, Any]
     plan: TrainedPlan | None = None
     forward_plan: TrainedPlan | None = None
@@ -85,7 +86,7 @@ class Signatures:
         self.first = Signature(
             schedule["num_micro_batches"], planned.num_rows, views or None, [*examples.by_micro_batch],
             planned.boundaries, [layer.get("out", []) for layer in planned.content["model"]["layers"]],
-            planned.content, plan,
+            {edge["name"]: edge for edge in planned.content.get("edges", ())}, planned.content, plan,
         )  # fmt: skip
         self.known: OrderedDict[tuple[int, ...], Signature] = OrderedDict()
         """By the words of all ranks, the one that was used last at the end."""
@@ -188,8 +189,8 @@ class Signatures:
         if found is not None or not same:
             return found
         like = same[0]
-        content = self._sized(like.outputs, like.num_rows, num, None)
-        return Signature(num, like.num_rows, views, order, like.boundaries, like.outputs, content)
+        content = self._sized(like.outputs, like.edges, like.num_rows, num, None)
+        return Signature(num, like.num_rows, views, order, like.boundaries, like.outputs, like.edges, content)
 
     def _inferred(
         self, phase: str, num: int, rows: int | None, views: list[View], order: list[int], data: StepData
@@ -204,8 +205,9 @@ class Signatures:
             examples, self._placed.by_rank, self._placed.skeleton, f"{phase}: boundaries"
         )
         outputs = [[dict(out) for out in layer.outputs] for each in facts for layer in each.layers]
-        content = self._sized(outputs, num_rows, num, examples.seq_lengths)
-        return Signature(num, num_rows, views, order, boundaries, outputs, content)
+        edges = {name: dict(out) for each in facts for name, out in each.edges.items()}
+        content = self._sized(outputs, edges, num_rows, num, examples.seq_lengths)
+        return Signature(num, num_rows, views, order, boundaries, outputs, edges, content)
 
     def _require_runs(self) -> None:
         for number, each in self._placed.replicas.items():
@@ -216,11 +218,13 @@ class Signatures:
                 )
 
     def _sized(
-        self, outputs: Sequence[list[dict[str, Any]]], num_rows: int, num: int, seq_lengths: list[int] | None
-    ) -> dict[str, Any]:
+        self, outputs: Sequence[list[dict[str, Any]]], edges: dict[str, dict[str, Any]], num_rows: int, num: int,
+        seq_lengths: list[int] | None,
+    ) -> dict[str, Any]:  # fmt: skip
         return sized_plan(
-            self._plan.content, self._plan.lowered.programs, outputs, num_rows, num, seq_lengths, by_kind=self._by_kind
-        )
+            self._plan.content, self._plan.lowered.programs, outputs, edges, num_rows, num, seq_lengths,
+            by_kind=self._by_kind,
+        )  # fmt: skip
 
     def _proved(self, content: dict[str, Any], phase: str) -> TrainedPlan:
         is_unsafe = bool(self._plan.findings)

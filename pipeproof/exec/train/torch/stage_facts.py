@@ -21,6 +21,7 @@ from pipeproof.exec.train.torch.boundary_inference import StageRun, meta_leaves,
 from pipeproof.exec.train.torch.data_parallel import Replicas
 from pipeproof.exec.train.torch.module_stage import without_autocast
 from pipeproof.exec.train.torch.split_backward import gradients_aside
+from pipeproof.exec.train.torch.stage_edges import StageEdges
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.step_inputs import StepContract
 from pipeproof.foreign_text import decode_json
@@ -217,6 +218,7 @@ class StageDescriber:
     contract: StepContract
     layers: Cut
     is_planned: bool
+    edges: StageEdges
 
     def describe(
         self,
@@ -253,8 +255,7 @@ class StageDescriber:
         forms = {n: form_of(e) for n, e in entries.items()}
         specs = {n: [specs_of(out) for out in e["out"]] for n, e in entries.items()}
         facts = [
-            StageFacts(_layer_facts(n, e, specs[n], num_rows, examples.lengths), *e["times"])
-            for n, e in entries.items()
+            StageFacts(*_described(n, e, specs[n], num_rows, examples.lengths, self.edges)) for n, e in entries.items()
         ]
         unused = _unused_outputs(entries)
         boundaries = {
@@ -275,6 +276,8 @@ class StageDescriber:
         declared = skeleton["model"].get("layers")
         if self.profile and not examples.distinct:
             raise PipelineError("profile=True measures the stages on the example: give Pipeline an `example`")
+        if not examples.distinct and self.edges.edges:
+            raise PipelineError("which stage makes an edge is seen on the example: give Pipeline an `example`")
         if not examples.distinct and not declared:
             raise PipelineError("give Pipeline an `example`: the arguments of the first stage for one micro-batch")
         entry: dict[str, Any] = {
@@ -379,13 +382,22 @@ class StageDescriber:
         return entry
 
 
-def _layer_facts(
-    number: int, entry: Mapping[str, Any], outputs: Sequence[Sequence[LeafSpec]], num_rows: int, lengths: Sequence[int]
-) -> tuple[LayerFacts, ...]:
-    """The layers of a stage as its rank has described them; the last one has the ``outputs`` of the stage."""
+def _described(
+    number: int, entry: Mapping[str, Any], outputs: Sequence[Sequence[LeafSpec]], num_rows: int,
+    lengths: Sequence[int], edges: StageEdges,
+) -> tuple[tuple[LayerFacts, ...], float | None, float | None, dict[str, dict[str, Any]]]:  # fmt: skip
+    """The layers of a stage as its rank has described them, its times, and the edges that it makes.
+
+    The last layer has the ``outputs`` of the stage, without the edges, which are the last ones.
+    """
     *inner, last = entry["layers"]
-    every = [*inner, {**last, "outputs": plan_entries(outputs, num_rows, lengths, number)}]
-    return tuple(LayerFacts(**layer) for layer in every)
+    every = plan_entries(outputs, num_rows, lengths, number)
+    leaving = edges.before(number + 1)
+    own = every[: len(every) - len(leaving)]
+    made = {name: out for name, out in zip(leaving, every[len(own) :], strict=True) if edges.edges[name][0] == number}
+    forward_us, backward_us = entry["times"]
+    layers = tuple(LayerFacts(**layer) for layer in [*inner, {**last, "outputs": own}])
+    return layers, forward_us, backward_us, made
 
 
 def _inner_entries(

@@ -123,7 +123,8 @@ class StageKeywords:
 
     def bound(self, number: int, form: Form, num_leaves: int) -> frozenset[str]:
         """Names of the arguments that a stage gets from the stage before it."""
-        return frozenset(form.keys or self._signatures[number].positional[:num_leaves])
+        by_position = {str(index): name for index, name in enumerate(self._signatures[number].positional)}
+        return frozenset(by_position.get(key, key) for key in form.keys or map(str, range(num_leaves)))
 
     def require_named(self, paths: Iterable[str], argument: str) -> None:
         """Refuse names that no stage has; ``argument`` is that of ``Pipeline`` that lists them.

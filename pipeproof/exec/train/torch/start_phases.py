@@ -43,6 +43,7 @@ from pipeproof.exec.train.torch.model_stages import ModelStages, cut_ties, share
 from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, trained
 from pipeproof.exec.train.torch.replayed_step import require_replayable
 from pipeproof.exec.train.torch.split_backward import require_splittable
+from pipeproof.exec.train.torch.stage_edges import Edges, StageEdges
 from pipeproof.exec.train.torch.stage_facts import Examples, StageDescriber
 from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
@@ -67,6 +68,7 @@ class Settings:
     compiler: Compiler
     profile: bool
     tied: Sequence[Tie]
+    edges: Edges
     rules: SplitRules
     check_inputs: bool
     scale_grads: bool
@@ -122,6 +124,7 @@ class Placed:
     replicas: dict[int, Replicas]
     device: torch.device
     keywords: StageKeywords
+    edges: StageEdges
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +204,14 @@ def place(
 
     layouts = agreement.gather("modules", own_layouts)
     agreement.gather("tied weights", lambda: require_same_layouts(tied, layouts))
-    replicas = {number: Replicas(number, module, shards) for number, module in own.items()}
+    edges = agreement.gather("edges", lambda: StageEdges.of(settings.edges, skeleton, layers).edges)
+    around = StageEdges({name: (producer, tuple(users)) for name, (producer, users) in edges[0].items()})
+    replicas = {number: Replicas(number, module, shards, around.wrapped) for number, module in own.items()}
     agreement.gather("split", lambda: _require_splittable(replicas, settings.split))
     modules = {number: each.call() for number, each in replicas.items()}
     keywords = StageKeywords.gathered(agreement, modules, has_loss_fn=settings.loss_fn is not None)
     agreement.gather("rules", lambda: settings.rules.require_valid(keywords))
-    return Placed(by_rank, len(numbers), skeleton, layers, tied, own, replicas, device[0], keywords)
+    return Placed(by_rank, len(numbers), skeleton, layers, tied, own, replicas, device[0], keywords, around)
 
 
 def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
@@ -218,10 +223,13 @@ def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
     describer = StageDescriber(
         ranks.agreement, ranks.rank, placed.num_stages, placed.replicas, placed.device, settings.split != "whole",
         settings.profile, StepContract(placed.keywords, settings.rules), placed.layers,
-        bool(placed.skeleton["model"].get("layers")),
+        bool(placed.skeleton["model"].get("layers")), placed.edges,
     )  # fmt: skip
     facts, boundaries, num_rows, examples = describer.describe(settings.example, placed.by_rank, placed.skeleton)
     content = complete_plan(placed.skeleton, facts, placed.tied, num_rows, examples.seq_lengths)
+    made = {name: entry for each in facts for name, entry in each.edges.items()}
+    if made and not content.get("edges"):
+        content["edges"] = placed.edges.plan_entries([[layer.name for layer in each.layers] for each in facts], made)
     contract = StepContract(placed.keywords.with_boundaries(boundaries), settings.rules)
     names = names_in_plan(facts, placed.tied)
     describer = replace(describer, layers=[[layer.name for layer in each.layers] for each in facts], is_planned=True)
@@ -302,7 +310,9 @@ def _request(
     )  # fmt: skip
     return {
         "request": asdict(request),
-        "settings": {name: getattr(settings, name) for name in same} | settings.rules.content,
+        "settings": {name: getattr(settings, name) for name in same}
+        | settings.rules.content
+        | {"edges": [[name, *edge] for name, edge in settings.edges.items()]},
         "whole": len(stages) if isinstance(stages, ModelStages) else None,
         "stages": sorted(stages),
         "layers": {str(number): layer_names(number, module) for number, module in stages.items()},
@@ -321,6 +331,8 @@ def _require_arguments(settings: Settings, stages: Mapping[int, nn.Module]) -> N
         raise PipelineError("normalize='tokens' divides sums by their count: leave out scale_grads=False")
     if settings.loss_on not in ("last", "all"):
         raise PipelineError(f"loss_on is {settings.loss_on!r}: use 'last' or 'all'")
+    if settings.replay and settings.edges:
+        raise PipelineError("replay=True with edges has not been tried on a GPU: leave out replay")
     if settings.timeout_s <= 0:
         raise PipelineError(f"timeout_s is {settings.timeout_s}: give a number of seconds")
     if not isinstance(stages, Mapping):

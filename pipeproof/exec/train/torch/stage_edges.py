@@ -1,0 +1,115 @@
+"""Edges of a model that is no chain: tensors for later stages than the next one, and the modules that pass them on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.exec.train.plan_layers import Cut
+from pipeproof.exec.train.stage_boundaries import leaves_of
+
+Edges = Mapping[str, tuple[int, Sequence[int]]]
+"""By name the stage that makes a tensor, and the later stages that use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageEdges:
+    """The edges of all stages by name: the producer, and the consumers in ascending order."""
+
+    edges: dict[str, tuple[int, tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, given: Edges, plan: Mapping[str, Any], layers: Cut) -> StageEdges:
+        """The edges that a script gives, or its plan with the layers of each stage.
+
+        Raises:
+            PipelineError: both differ, or an edge does not lead to later stages.
+        """
+        stage_of = {name: number for number, names in enumerate(layers) for name in names}
+        planned: dict[str, tuple[int, list[int]]] = {}
+        for edge in plan.get("edges", ()):
+            unknown = [name for name in (edge["producer"], *edge["consumers"]) if name not in stage_of]
+            if unknown:
+                raise PipelineError(f"the plan's edge {edge['name']!r} names {unknown[0]!r}: the layers are {layers}")
+            planned[edge["name"]] = stage_of[edge["producer"]], [stage_of[name] for name in edge["consumers"]]
+        found, by_plan = (
+            {str(name): (producer, tuple(sorted({*users}))) for name, (producer, users) in edges.items()}
+            for edges in (given, planned)
+        )
+        if found and by_plan and found != by_plan:
+            raise PipelineError(f"the plan has the edges {by_plan}, and the argument {found}: leave out one of them")
+        for name, (producer, users) in (found or by_plan).items():
+            if not name.isidentifier() or not users or not 0 <= producer < users[0] or users[-1] >= len(layers):
+                raise PipelineError(
+                    f"edges has {name!r}: ({producer}, {[*users]}): give a name of letters, digits and _, the stage "
+                    f"that makes the tensor, and the later ones that use it, of 0 to {len(layers) - 1}"
+                )
+        return cls(found or by_plan)
+
+    def before(self, number: int) -> list[str]:
+        """The edges that cross the boundary before a stage, in their order."""
+        return [name for name, (producer, users) in self.edges.items() if producer < number <= users[-1]]
+
+    def wrapped(self, number: int, module: nn.Module) -> nn.Module:
+        """A stage with what makes, takes and passes on the tensors of edges around it."""
+        arriving, leaving = self.before(number), self.before(number + 1)
+        if not arriving and not leaving:
+            return module
+        made = [name for name, (producer, _) in self.edges.items() if producer == number]
+        used = [name for name, (_, users) in self.edges.items() if number in users]
+        return EdgeStage(number, module, arriving, used, leaving, made)
+
+    def plan_entries(self, layers: Cut, outputs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The plan's ``edges``; ``outputs`` are the entries of their tensors by name."""
+        return [
+            {"name": name, "producer": layers[made][-1], "consumers": [layers[user][0] for user in users]}
+            | outputs[name]
+            for name, (made, users) in self.edges.items()
+        ]
+
+
+class EdgeStage(nn.Module):
+    """A stage that returns a dict: its output by position (or by name, if it is a dict), then the edges that leave it.
+
+    The stage takes those that it uses as keyword arguments. What it makes is under the edge's name in the dict that it
+    returns, or else is its output itself, a tensor. What it passes on is copied, because the memory of a message may be
+    reused.
+    """
+
+    def __init__(
+        self, number: int, module: nn.Module, arriving: Sequence[str], used: Sequence[str], leaving: Sequence[str],
+        made: Sequence[str],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._orig_mod = module  # the name that PyTorch's wrappers have, which names of weights leave out
+        self._number, self._arriving, self._used = number, [*arriving], [*used]
+        self._leaving, self._made = [*leaving], [*made]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output with the edges that leave the stage; without any, the output itself.
+
+        Raises:
+            PipelineError: the stage does not return the tensor of an edge that it makes.
+        """
+        passed = {name: kwargs[name] for name in self._arriving}
+        named = {key: value for key, value in kwargs.items() if not key.isdigit() and key not in passed}
+        positional = [value for key, value in kwargs.items() if key.isdigit()]
+        value = self._orig_mod(*args, *positional, **named, **{name: passed[name] for name in self._used})
+        if not self._leaving:
+            return value
+        what = f"stage {self._number}"
+        form, leaves = leaves_of(value, what, torch.Tensor)
+        keys = form.keys or tuple(map(str, range(len(leaves))))
+        found = dict(zip(keys, leaves, strict=True))
+        own = {name: found.pop(name) if name in found else value for name in self._made}
+        if not found or not all(tensor is not value or form.kind == "tensor" for tensor in own.values()):
+            raise PipelineError(
+                f"{what} makes the edges {', '.join(own)}: return a tensor, which is the edge's too, or a dict with "
+                "the output and the tensor of each edge by its name"
+            )
+        return found | {name: own[name] if name in own else passed[name].clone() for name in self._leaving}
