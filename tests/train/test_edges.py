@@ -1,4 +1,4 @@
-"""Pipelines of models that are no chain, over two and four processes: U-Nets, and blocks that read several earlier ones."""
+"""Pipelines of models that are no chain, on two and four ranks: U-Nets, and blocks that read several earlier ones."""
 
 import pytest
 

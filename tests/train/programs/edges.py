@@ -162,7 +162,7 @@ def wrong():
     refused(with_edges({"skip1": (0, [num])}), f"0 to {num - 1}")
     refused(with_edges({**skips(num), "x": (0, [2])}), "stage 0 makes the edges skip1, x")
     refused(with_edges(skips(num), replay=True), "replay")
-    refused(with_edges({"first": (0, [2])}, residuals), "Linear")
+    refused(with_edges({**skips(num), "skip1": (0, [2, num - 1])}, unet), "skip1")
     say("wrong", refused=5)
 
 

@@ -67,13 +67,12 @@ class StageEdges:
     def plan_entries(self, layers: Cut, outputs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The plan's ``edges``; ``outputs`` are the entries of their tensors by name."""
         return [
-            {"name": name, "producer": layers[made][-1], "consumers": [layers[user][0] for user in users]}
-            | outputs[name]
+            {"name": name, "producer": layers[made][-1], "consumers": [layers[n][0] for n in users], **outputs[name]}
             for name, (made, users) in self.edges.items()
         ]
 
 
-class EdgeStage(nn.Module):
+class EdgeStage(nn.Module):  # type: ignore[misc]  # torch is untyped
     """A stage that returns a dict: its output by position (or by name, if it is a dict), then the edges that leave it.
 
     The stage takes those that it uses as keyword arguments. What it makes is under the edge's name in the dict that it
