@@ -37,7 +37,7 @@ WIDER = {
     "exec/monitor/ring.py:RingWriter.issue": 16,
     "exec/rank/adapter.py:RankAdapter.__init__": 11,
     "exec/train/paddle/pipeline.py:Pipeline.__init__": 11,  # the public constructor
-    "exec/train/torch/pipeline.py:Pipeline.__init__": 25,  # the public constructor
+    "exec/train/torch/pipeline.py:Pipeline.__init__": 26,  # the public constructor
     "exec/train/train_rank.py:TrainRank.__init__": 11,
     "stages/torch/mask_kernel.py:_draw": 14,  # a kernel: arrays, their strides and sizes
 }

@@ -53,7 +53,13 @@ from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layer import Collective, Layer, backward_calls, weight_calls
-from pipeproof.stages.describe.model_family import describe_boundaries, describe_boundary, describe_layers, stage_layers
+from pipeproof.stages.describe.model_family import (
+    describe_boundaries,
+    describe_boundary,
+    describe_layers,
+    direct_edges,
+    stage_layers,
+)
 from pipeproof.stages.describe.synthetic import stored_hash_tables
 
 if TYPE_CHECKING:
@@ -94,7 +100,8 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     activation = boundary or describe_boundary(plan)
     context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links, device=device,
-                          part_shares=shares)  # fmt: skip
+                          part_shares=shares, direct=direct_edges(plan))  # fmt: skip
+    _require_single_stages(context)
     require_own_updates(context)
     if plan.schedule.turns is not None and foreign is not None:
         _require_pairs(foreign)
@@ -108,6 +115,13 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     lowered = LoweredPlan.of(context, graph)
     num_replicas = mesh.num_ranks // graph.num_ranks
     return lowered if graph.num_ops * num_replicas > FOLD_ABOVE else lowered.unfolded()
+
+
+def _require_single_stages(plan: PlanContext) -> None:
+    """Refuse direct edges of a schedule that has copies of stages: which copy sends to which is not planned."""
+    if plan.direct and plan.has_copies:
+        message = f"`{plan.direct[0].name}` is sent directly, and several ranks have a copy of a stage"
+        raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help="use `route: relay`"), ("edges",))
 
 
 def _received_early(plan: PlanContext) -> tuple[Posts, ...]:
@@ -276,7 +290,7 @@ def used_as_sent(graph: OpGraph) -> bool:
     """Return True if each receive that is posted just before its use gets the message that it is for."""
     send = np.flatnonzero(graph.is_kind(SEND_KINDS) & (graph.match != NONE))
     receive = graph.match[send]
-    same = (graph.work_item[send] == graph.work_item[receive]) & (abs(graph.stage[send] - graph.stage[receive]) == 1)
+    same = (graph.work_item[send] == graph.work_item[receive]) & (graph.partner_stage(send) == graph.stage[receive])
     return bool(same.all())
 
 

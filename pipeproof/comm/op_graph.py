@@ -146,9 +146,8 @@ class RankWriter:
 
     def _wait_block(self, work: Work) -> int | None:
         if work not in self._waits:
-            send = self._rank.send_of(work, ANY)
-            late = send is not None and self._rank.waits_late(send)
-            rows = list(self._rank.wait(send, work.variant)) if send is not None and late else []
+            late = [send for send, _ in self._rank.sends_of(work, ANY) if self._rank.waits_late(send)]
+            rows = [row for send in late for row in self._rank.wait(send, work.variant)]
             self._waits[work] = self._blocks.add(rows) if rows else None
         return self._waits[work]
 
@@ -171,7 +170,7 @@ def lower_context(plan: PlanContext) -> OpGraph:
     """The folded op graph of a plan. Linear in operations."""
     fold = _fold_axes(plan)
     groups = _Groups.of(plan, fold)
-    tensors = tensors_of(plan.edges, plan.layers, plan.spec.transport, num_loads(plan.spec))
+    tensors = tensors_of(plan.edges, plan.layers, plan.spec.transport, num_loads(plan.spec), plan.direct)
     reduce_axes = _reduce_axes(plan)
     blocks, given = Blocks(num_splits=plan.num_splits), []
     for index, rank in enumerate(groups.ranks):

@@ -20,7 +20,7 @@ from pipeproof.specs.axis_layout import INVARIANT, VARYING, parse_placement
 from pipeproof.specs.cost import DeviceName
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import TransportSpec
-from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, work_item_sizes
+from pipeproof.stages.describe.boundary import Boundary, DirectEdge, Edge, MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.layer import COUNTS_DTYPE, Layer, Parameter, users_of_shared
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class PlanContext:
     before their use; see ``receive_order``. ``links`` has the times of
     messages and collectives; without, each message takes ``p2p_latency_us``
     and collectives nothing. ``device`` is that of ``cost.analytic``.
-    ``part_shares`` are those of computations that take turns.
+    ``part_shares`` are those of computations that take turns. ``direct`` are the edges past the next stage that are
+    not passed on.
     """
 
     spec: PlanSpec
@@ -113,6 +114,7 @@ class PlanContext:
     links: LinkTimes | None = None
     device: DeviceName | None = None
     part_shares: PartShares | None = None
+    direct: tuple[DirectEdge, ...] = ()
 
     @property
     def programs(self) -> Programs:
@@ -176,6 +178,12 @@ class PlanContext:
                 for op in program:
                     owner[op.stage, work_item_of(op, self.num_splits)] = rank
         return owner
+
+    def receivers(self, edge: DirectEdge) -> tuple[int, ...]:
+        """The consumers that a direct edge is sent to: the first on each other rank, for all of the rank."""
+        own, *_ = self.holders[edge.producer]
+        first = {self.holders[stage][0]: stage for stage in reversed(edge.consumers)}
+        return tuple(sorted(stage for rank, stage in first.items() if rank != own))
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages that a global rank computes, in order of their numbers."""
@@ -283,21 +291,26 @@ def _packed_name(members: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class BoundaryTensors:
-    """The tensors at the stages' ends, and the index of each by (``input_grad``, stage, variant, member)."""
+    """The tensors at the stages' ends, and the index of each by (``input_grad``, stage, variant, member).
+
+    Of a direct edge the key is (``input_grad``, edge, stage at the other end, variant): an ``output`` has NONE there.
+    """
 
     specs: tuple[TensorSpec, ...]
     index: Mapping[tuple[str, int, int, int], int]
+    direct: Mapping[tuple[str, int, int, int], int]
     inside: Mapping[str, int]
     """The index of the tensor that collectives inside layers move in a dtype of their own, by dtype."""
 
 
 def tensors_of(
-    edges: Sequence[Edge], layers: Sequence[Layer], transport: TransportSpec, num_loads: int = 0
-) -> BoundaryTensors:
+    edges: Sequence[Edge], layers: Sequence[Layer], transport: TransportSpec, num_loads: int = 0,
+    direct: Sequence[DirectEdge] = (),
+) -> BoundaryTensors:  # fmt: skip
     """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches.
 
-    After them, for each dtype that only collectives of ``layers`` have, the largest tensor that they move.
-    ``num_loads`` numbers are summed at the end of the step for each router.
+    After them those of direct edges, and for each dtype that only collectives of ``layers`` have, the largest tensor
+    that they move. ``num_loads`` numbers are summed at the end of the step for each router.
     """
     specs: list[TensorSpec] = []
     index: dict[tuple[str, int, int, int], int] = {}
@@ -316,6 +329,7 @@ def tensors_of(
                         specs.append(_packed(title, members, side, gradient, position))
                     else:
                         specs.append(_tensor(title, members[number], side, gradient, position))
+    of_direct = _direct_tensors(edges, direct, specs)
     largest = {COUNTS_DTYPE: num_loads} if num_loads else dict[str, int]()
     for layer in layers:
         for collective in (*layer.forward_collectives, *layer.backward_collectives):
@@ -323,7 +337,41 @@ def tensors_of(
                 largest[collective.dtype] = max(largest.get(collective.dtype, 0), collective.numel)
     inside = {dtype: len(specs) + place for place, dtype in enumerate(largest)}
     specs += [TensorSpec(f"{dtype} inside layers", (n,), dtype, str(INVARIANT), "x") for dtype, n in largest.items()]
-    return BoundaryTensors(tuple(specs), index, inside)
+    return BoundaryTensors(tuple(specs), index, of_direct, inside)
+
+
+def _direct_tensors(
+    edges: Sequence[Edge], direct: Sequence[DirectEdge], specs: list[TensorSpec]
+) -> dict[tuple[str, int, int, int], int]:
+    """Append the tensors of direct edges: an output, and at each consumer an input and the gradients at both ends."""
+    index: dict[tuple[str, int, int, int], int] = {}
+    for number, edge in enumerate(direct):
+        ends = [
+            ("output", NONE),
+            *((name, c) for c in edge.consumers for name in ("input", "input_grad", "output_grad")),
+        ]
+        for variant, boundary in enumerate(edge.variants):
+            for name, user in ends:
+                gradient, at_producer = name.endswith("grad"), name.startswith("output")
+                if gradient and not edge.has_gradient:
+                    continue
+                stage = edge.producer if at_producer else user
+                position = BoundaryPosition(NONE, variant, edge_position(edges, direct, number, stage))
+                index[name, number, user, variant] = len(specs)
+                text = f"gradient of {edge.name} from stage {user}" if gradient else edge.name
+                specs.append(_tensor(f"{text} at stage {stage}", boundary, name[:6], gradient, position))
+    return index
+
+
+def edge_position(edges: Sequence[Edge], direct: Sequence[DirectEdge], number: int, stage: int) -> int:
+    """The position of a direct edge among the outputs of its producer, or among the inputs of a consumer.
+
+    They come behind the members of the boundary, in the order of the edges.
+    """
+    is_made = direct[number].producer == stage
+    before = [edge for edge in direct[:number] if (stage == edge.producer if is_made else stage in edge.consumers)]
+    boundary = stage if is_made else stage - 1
+    return len(before) + (len(edges[boundary].variants[0]) if 0 <= boundary < len(edges) else 0)
 
 
 def _messages(members: Sequence[Boundary], transport: TransportSpec) -> list[tuple[int, bool]]:

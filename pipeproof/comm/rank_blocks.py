@@ -13,6 +13,7 @@ from pipeproof.comm.step_end_rows import StepEnd
 from pipeproof.schedule.columns import ANY, NONE, Row, work_item_of
 from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
+    FORWARD_KINDS,
     META_KINDS,
     META_OF,
     RECV_KINDS,
@@ -53,6 +54,16 @@ class _Message:
     stop: int
     peer_tp: int
     transport: Transport
+
+
+_INPUT_BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})
+
+
+def _communicator(op: Op) -> str:
+    """The communicator of a direct edge's transfer, which two stages have for themselves in each direction."""
+    if op.index is None:
+        return ""
+    return f"{op.stage}>{op.index}" if op.kind in SEND_KINDS else f"{op.index}>{op.stage}"
 
 
 class Work(NamedTuple):
@@ -145,7 +156,7 @@ class RankBlocks:
         for message in messages:
             filled = self._row(transfer, message, row.peer)
             yield replace(row, peer=filled.peer, tensor=filled.tensor, start=filled.start, stop=filled.stop,
-                          shift=filled.shift)  # fmt: skip
+                          shift=filled.shift, communicator=row.communicator or filled.communicator)  # fmt: skip
 
     def before(self, work: Work, batch: int) -> Iterator[Row]:
         """Receiving what a computation needs just in time."""
@@ -154,9 +165,7 @@ class RankBlocks:
 
     def receive(self, work: Work, batch: int) -> Iterator[Row]:
         """Posting the receives of what a computation needs from another rank."""
-        receive = self._receive_of(work, batch)
-        if receive is not None:
-            source = work.before if receive.is_forward else work.after
+        for receive, source in self._receives_of(work, batch):
             messages = self._messages(receive, work.variant)
             for shape in (shapes := [*self._shapes(receive, messages, source)]):
                 yield shape
@@ -167,21 +176,24 @@ class RankBlocks:
 
     def ready(self, work: Work, batch: int) -> Iterator[Row]:
         """The waits of a computation: for its input, and for the send that reads the tensor that it will free."""
-        receive = self._receive_of(work, batch)
-        if receive is not None:
+        for receive, _ in self._receives_of(work, batch):
             for _ in self._messages(receive, work.variant):
                 yield Row(wait_for(receive))
             yield from self._gather(receive, work.variant)
-            if not receive.is_forward:
-                yield from self.wait(Op(OpKind.SEND_FORWARD, work.stage, batch), work.variant)
+        if work.kind in _INPUT_BACKWARDS:
+            for send, _ in self.sends_of(work._replace(kind=OpKind.FORWARD), batch):
+                yield from self.wait(send, work.variant)
 
-    def _receive_of(self, work: Work, batch: int) -> Op | None:
-        """The receive of what a computation needs; None where it is on the rank. A W reads what F and I kept."""
+    def _receives_of(self, work: Work, batch: int) -> list[tuple[Op, int]]:
+        """The receives of what a computation needs, with the pipeline rank that sends it; none of what the rank has.
+
+        A W reads what F and I kept.
+        """
         if work.kind is OpKind.FORWARD:
-            return Op(OpKind.RECV_FORWARD, work.stage, batch) if self._is_elsewhere(work.before) else None
-        if work.kind is OpKind.BACKWARD_WEIGHT or not self._is_elsewhere(work.after):
-            return None
-        return Op(OpKind.RECV_BACKWARD, work.stage, batch)
+            return self._transfers(OpKind.RECV_FORWARD, work.stage, batch, work.before)
+        if work.kind is OpKind.BACKWARD_WEIGHT:
+            return []
+        return self._transfers(OpKind.RECV_BACKWARD, work.stage, batch, work.after)
 
     def compute(self, work: Work, batch: int) -> Iterator[Row]:
         """A computation with the collectives inside it; the use of the block defines its pair."""
@@ -227,9 +239,7 @@ class RankBlocks:
 
     def after(self, work: Work, batch: int) -> Iterator[Row]:
         """Sending the output of a computation."""
-        send = self.send_of(work, batch)
-        if send is not None:
-            receiver = work.after if send.is_forward else work.before
+        for send, receiver in self.sends_of(work, batch):
             messages = self._messages(send, work.variant)
             yield from self._shapes(send, messages, receiver)
             yield from self._slice(send, work.variant)
@@ -246,13 +256,39 @@ class RankBlocks:
             yield Row(wait_for(send))
         yield from self._release(send, variant, "after_send_done")
 
-    def send_of(self, work: Work, batch: int) -> Op | None:
-        """The send that hands on what a computation makes; None where nothing leaves the rank."""
+    def sends_of(self, work: Work, batch: int) -> list[tuple[Op, int]]:
+        """The sends that hand on what a computation makes, with the pipeline rank that receives it."""
         if work.kind is OpKind.FORWARD:
-            return Op(OpKind.SEND_FORWARD, work.stage, batch) if self._is_elsewhere(work.after) else None
-        if work.kind is OpKind.BACKWARD_WEIGHT or not self._is_elsewhere(work.before):
-            return None
-        return Op(OpKind.SEND_BACKWARD, work.stage, batch)
+            return self._transfers(OpKind.SEND_FORWARD, work.stage, batch, work.after)
+        if work.kind is OpKind.BACKWARD_WEIGHT:
+            return []
+        return self._transfers(OpKind.SEND_BACKWARD, work.stage, batch, work.before)
+
+    def _transfers(self, kind: OpKind, stage: int, batch: int, neighbour: int) -> list[tuple[Op, int]]:
+        """The transfers of a kind around a computation: to or from the next stage, then past it by direct edges.
+
+        Gradients come in the order in which they are added: from the last consumer to the first.
+        """
+        found = [(Op(kind, stage, batch), neighbour)] if self._is_elsewhere(neighbour) else []
+        others = {other for _, other in self._direct(kind, stage)} if self._plan.direct else ()
+        return found + [
+            (Op(kind, stage, batch, index=other), self._plan.holders[other][0])
+            for other in sorted(others, reverse=kind is OpKind.RECV_BACKWARD)
+        ]
+
+    def _direct(self, kind: OpKind, stage: int) -> Iterator[tuple[int, int]]:
+        """The direct edges that a kind of transfer of a stage moves, each with the stage at the other end."""
+        forward, makes = kind in FORWARD_KINDS, (kind in SEND_KINDS) == (kind in FORWARD_KINDS)
+        for number, edge in enumerate(self._plan.direct):
+            if not forward and not edge.has_gradient:
+                continue
+            users = self._plan.receivers(edge) if forward else edge.consumers
+            ends = [(edge.producer, user) if makes else (user, edge.producer) for user in users]
+            yield from (
+                (number, other)
+                for own, other in ends
+                if own == stage and self._is_elsewhere(self._plan.holders[other][0])
+            )
 
     def waits_late(self, send: Op) -> bool:
         """Return True if a send is waited for at the end of the step, because no backward waits for it."""
@@ -294,6 +330,8 @@ class RankBlocks:
         incoming = op.kind in RECV_KINDS
         side = "input" if incoming == op.is_forward else "output"
         name = side if op.is_forward else f"{side}_grad"
+        if op.index is not None:
+            return self._direct_messages(op, name, variant)
         edge = op.stage - 1 if side == "input" else op.stage
         if not 0 <= edge < len(self._plan.edges):
             return []  # a program that is wrong: the first stage receives, the last sends on
@@ -312,6 +350,18 @@ class RankBlocks:
                 messages.append(self._whole_or_slice(tensor, op))
         return messages
 
+    def _direct_messages(self, op: Op, name: str, variant: int) -> list[_Message]:
+        """The messages of a transfer past the next stage: the direct edges between the two stages, in order."""
+        assert op.index is not None
+        user = NONE if name == "output" else op.index if name == "output_grad" else op.stage
+        tensors = [
+            self._tensors.direct[name, number, user, variant]
+            for number, other in self._direct(op.kind, op.stage)
+            if other == op.index
+        ]
+        specs, tp = self._tensors.specs, self._coords["tp"]
+        return [_Message(tensor, 0, specs[tensor].numel, tp, Transport.FULL) for tensor in tensors]
+
     def _whole_or_slice(self, tensor: int, op: Op) -> _Message:
         numel, tp = self._tensors.specs[tensor].numel, self._coords["tp"]
         transport = effective_transport(self._declared[op.is_forward], numel, self._num_tp)
@@ -326,15 +376,18 @@ class RankBlocks:
                 yield _Message(tensor, start, start + length, sender if incoming else receiver, Transport.FULL)
 
     def _row(self, op: Op, message: _Message, pp: int) -> Row:
-        peer = self._peer(pp, message.peer_tp)
-        return Row(op, peer, message.tensor, message.start, message.stop, shift=self._shift(message))
+        peer, communicator = self._peer(pp, message.peer_tp), _communicator(op)
+        return Row(
+            op, peer, message.tensor, message.start, message.stop, shift=self._shift(message), communicator=communicator
+        )
 
     def _shapes(self, transfer: Op, messages: Iterable[_Message], pp: int) -> Iterator[Row]:
         """The messages with the shapes of a transfer, where the plan exchanges shapes; without ``pp`` to nobody."""
         if self._plan.spec.transport.shape_exchange == "per_message":
             op = transfer._replace(kind=META_OF[transfer.kind])
             for message in messages:
-                yield Row(op, NONE if pp == NONE else self._peer(pp, message.peer_tp), message.tensor)
+                peer = NONE if pp == NONE else self._peer(pp, message.peer_tp)
+                yield Row(op, peer, message.tensor, communicator=_communicator(op))
 
     def _peer(self, pp: int, tp: int) -> int:
         return self._graph_rank[self._plan.mesh.rank({**self._coords, "pp": pp, "tp": tp})]

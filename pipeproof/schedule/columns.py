@@ -199,7 +199,7 @@ def columns_of(rows_by_rank: Sequence[Iterable[Row]], num_splits: int | None = N
                     op.stage,
                     work_item_of(op, num_splits),
                     NONE if op.target is None else KIND_CODE[op.target.kind],
-                    NONE if op.index is None else op.index,
+                    _index_of(op),
                     _axis_code(op),
                     row.peer,
                     row.tensor,
@@ -254,6 +254,12 @@ def _axis_code(op: Op) -> int:
     return NONE if named.axis is None else AXES.index(named.axis)
 
 
+def _index_of(op: Op) -> int:
+    """The index of a child, or the other stage of a transfer, or of the one that the operation waits for or frees."""
+    named = op.target if op.kind in TARGET_KINDS and op.target is not None and op.target.target is None else op
+    return NONE if named.index is None else named.index
+
+
 def _fits_columns(op: Op) -> bool:
     """Return True if ``op_from_columns`` restores the operation."""
     target = op.target
@@ -271,11 +277,12 @@ def op_from_columns(
     op_kind = KINDS[kind]
     batch, split = work_of(work_item, num_splits)
     axis_name = None if axis == NONE else AXES[axis]
+    number = None if index == NONE else index
     if target_kind == NONE:
-        return Op(op_kind, stage, batch, axis=axis_name, split=split)
+        return Op(op_kind, stage, batch, index=number, axis=axis_name, split=split)
     parent_kind = KINDS[target_kind]
     if op_kind in TARGET_KINDS:
-        target = Op(parent_kind, stage, batch, axis=axis_name, split=split)
+        target = Op(parent_kind, stage, batch, index=number, axis=axis_name, split=split)
         return Op(op_kind, stage, batch, target=target, split=split)
     parent_axis = axis_name if parent_kind in UPDATE_KINDS else None
     parent = Op(parent_kind, stage, batch, axis=parent_axis, split=split)

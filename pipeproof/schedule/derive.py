@@ -129,7 +129,8 @@ def waits_for_column(columns: Columns, rank: IntColumn) -> IntColumn:
         targets = np.flatnonzero(wanted[values["kind"]] & (values["target_kind"] == NONE))
         both = np.concatenate([usual, targets])
         named = np.concatenate([values["target_kind"][usual], values["kind"][targets]])
-        key = packed(rank[both], values["stage"][both], values["work_item"][both], named, values["axis"][both])
+        names = ("stage", "work_item", "axis", "index")
+        key = packed(rank[both], named, *(values[name][both] for name in names))
         wait_key, target_key = key[: len(usual)], key[len(usual) :]
         finishes = is_kind(values["target_kind"][usual], TRANSFER_KINDS)
         if finishes.all():

@@ -52,7 +52,16 @@ from pipeproof.schedule.op_parts import (
     OpsById,
     TensorSpec,
 )
-from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.ops import (
+    COMPUTE_KINDS,
+    KIND_CODE,
+    KINDS,
+    SEND_KINDS,
+    STEP_OF_TRANSFER,
+    TRANSFER_KINDS,
+    Op,
+    OpKind,
+)
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -179,6 +188,13 @@ class OpGraph:
     def is_kind(self, kinds: frozenset[OpKind]) -> BoolColumn:
         """Return a mask of the operations that are in ``kinds``."""
         return is_kind(self.kind, kinds)
+
+    def partner_stage(self, rows: IntColumn) -> IntColumn:
+        """The stage that each of some transfers of tensors goes to or comes from."""
+        towards = np.zeros(len(KINDS), dtype=np.int64)
+        for kind, step in STEP_OF_TRANSFER.items():
+            towards[KIND_CODE[kind]] = step
+        return np.where(self.index[rows] == NONE, self.stage[rows] + towards[self.kind[rows]], self.index[rows])
 
     def rank_ops(self, rank: int) -> range:
         """Op ids of ``rank`` in host program order."""

@@ -10,7 +10,7 @@ EBNF::
                | free ;
     compute    = stage , ( "F" | "B" | "I" | "W" ) , work_item ;
     copy       = stage , ( "OFFLOAD" | "RELOAD" ) , work_item ;
-    transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , work_item ;
+    transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , work_item , [ ( ">" | "<" ) , stage ] ;
     transport  = stage , ( "SLICE" | "GATHER" ) , direction , work_item ;
     work_item  = micro_batch , [ ".s" , split ] ;
     direction  = "_F" | "_B" ;
@@ -29,6 +29,8 @@ EBNF::
 
 A work item is a micro-batch or, where sequences are split, one
 split of a micro-batch (``2F0.s1``). A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
+A transfer of an edge that leads past the next stage names the stage at its other end: ``0SEND_F2>3`` sends to stage 3,
+``3RECV_F2<0`` receives it.
 ``OFFLOAD`` copies what a forward keeps for its backward into host memory, ``RELOAD`` copies it back.
 ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
 ``GATHER_WEIGHT`` joins the shares of a stage's weights that ranks have updated (a sharded optimizer).
@@ -111,6 +113,10 @@ META_OF: Mapping[OpKind, OpKind] = MappingProxyType(
 SEND_KINDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD, OpKind.SEND_META_FORWARD, OpKind.SEND_META_BACKWARD})
 RECV_KINDS = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD, OpKind.RECV_META_FORWARD, OpKind.RECV_META_BACKWARD})
 TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
+STEP_OF_TRANSFER: Mapping[OpKind, int] = MappingProxyType(
+    {kind: 1 if ("SEND" in kind) == kind.endswith("_F") else -1 for kind in sorted(TRANSFER_KINDS)}
+)
+"""By kind of a transfer: where the stage at its other end lies, between neighbouring stages."""
 SLICE_KINDS = frozenset({OpKind.SLICE_FORWARD, OpKind.SLICE_BACKWARD})
 GATHER_KINDS = frozenset({OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD})
 CHILD_KINDS = frozenset(
@@ -146,7 +152,8 @@ class Op(NamedTuple):
     ``micro_batch`` is None for operations of a whole step; ``split`` is the
     split of its sequences, if these are split. ``target`` is what
     a ``WAIT`` waits for and a ``FREE`` frees, or the parent of a child
-    collective or part; ``index`` is the child's place among its parent's collectives, or its parts of one kind;
+    collective or part; ``index`` is the child's place among its parent's collectives, or its parts of one kind, and of
+    a transfer past the next stage the stage at its other end;
     ``axis`` the mesh axis of a reduction or collective.
     """
 
@@ -168,7 +175,8 @@ class Op(NamedTuple):
         micro_batch = "" if self.micro_batch is None else self.micro_batch
         split = "" if self.split is None else f".s{self.split}"
         axis = "" if self.axis is None else f":{self.axis}"
-        return f"{self.stage}{self.kind}{micro_batch}{split}{axis}"
+        other = "" if self.index is None else f"{'>' if self.kind in SEND_KINDS else '<'}{self.index}"
+        return f"{self.stage}{self.kind}{micro_batch}{split}{axis}{other}"
 
     @property
     def is_forward(self) -> bool:
@@ -204,7 +212,7 @@ def _names(kinds: frozenset[OpKind]) -> str:
 _NUMBER = r"(0|[1-9]\d*)"
 _AXIS = rf"({'|'.join(AXES)})"
 _OF_WORK_ITEM = COMPUTE_KINDS | COPY_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS
-_INDEXED = re.compile(rf"{_NUMBER}({_names(_OF_WORK_ITEM)}){_NUMBER}(?:\.s{_NUMBER})?", re.ASCII)
+_INDEXED = re.compile(rf"{_NUMBER}({_names(_OF_WORK_ITEM)}){_NUMBER}(?:\.s{_NUMBER})?(?:([<>]){_NUMBER})?", re.ASCII)
 _COLLECTIVE = re.compile(rf"{_NUMBER}({_names(CHILD_KINDS)}){_NUMBER}?:{_AXIS}", re.ASCII)
 _UPDATE = re.compile(rf"{_NUMBER}({_names(UPDATE_KINDS)})(?::{_AXIS})?", re.ASCII)
 _SCALE = re.compile(rf"{_NUMBER}SCALE_GRAD{_NUMBER}?", re.ASCII)
@@ -221,8 +229,10 @@ def parse_op(text: str) -> Op:
         ValueError: ``text`` is not the whole text form of one operation.
     """
     if match := _INDEXED.fullmatch(text):
-        split = None if match[4] is None else int(match[4])
-        return Op(OpKind(match[2]), int(match[1]), int(match[3]), split=split)
+        kind = OpKind(match[2])
+        split, other = (None if match[group] is None else int(match[group]) for group in (4, 6))
+        if match[5] is None or (match[5] == ">" and kind in SEND_KINDS) or (match[5] == "<" and kind in RECV_KINDS):
+            return Op(kind, int(match[1]), int(match[3]), index=other, split=split)
     if match := _COLLECTIVE.fullmatch(text):
         return Op(OpKind(match[2]), int(match[1]), None if match[3] is None else int(match[3]), axis=match[4])
     if match := _UPDATE.fullmatch(text):

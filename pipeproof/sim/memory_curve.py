@@ -122,13 +122,16 @@ class Clock:
         """Operation of these kinds on the same rank, stage and work item as each of ``rows``, or ``NONE``."""
         return self.look_up(rows, self.rows(*kinds))
 
-    def look_up(self, rows: IntColumn, candidates: IntColumn) -> IntColumn:
-        """Candidate on the same rank, stage and work item as each of ``rows``, or ``NONE``."""
+    def look_up(self, rows: IntColumn, candidates: IntColumn, stage: int | None = None) -> IntColumn:
+        """Candidate on the same rank and work item as each of ``rows``, and its or another stage, or ``NONE``."""
         if not len(candidates):
             return np.full(len(rows), NONE, dtype=np.int64)
         candidates = candidates[np.argsort(self._key[candidates], kind="stable")]
-        index = np.minimum(np.searchsorted(self._key[candidates], self._key[rows]), len(candidates) - 1)
-        return np.where(self._key[candidates[index]] == self._key[rows], candidates[index], NONE)
+        key = self._key[rows]
+        if stage is not None:  # as ``packed`` has them, behind the stage
+            key = key + (stage - self.graph.stage[rows]) * (int(self.graph.work_item.max(initial=NONE)) + 2)
+        index = np.minimum(np.searchsorted(self._key[candidates], key), len(candidates) - 1)
+        return np.where(self._key[candidates[index]] == key, candidates[index], NONE)
 
     def start_of(self, rows: IntColumn) -> IntColumn:
         """Start times; the end of the step for ``NONE``."""

@@ -13,6 +13,8 @@
   or at the FREE of the plan. The gradient of an input is held until it has
   arrived. Both are counted once for any number of receivers; slices are counted
   in addition, until they have arrived.
+- The tensor of a direct edge is held by its producer as an output, also where it stays on the rank, and by a rank that
+  receives it until the backward of its first consumer; without backwards until the forward of its last consumer there.
 - Receive slots hold the inputs that the layers keep. A tensor sent through send
   slots is free as soon as its send is posted.
 
@@ -40,6 +42,7 @@ from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
 from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, curves_of
 from pipeproof.sim.op_durations import COPIED
 from pipeproof.specs.axis_layout import dtype_bytes
+from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
 from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation, memory_dtype, state_of_weights
@@ -58,7 +61,7 @@ def memory_of(
     Linear in operations, but for sorting.
     """
     step = _Step(lowered, Clock(lowered.graph, *(np.array(times, dtype=np.int64) for times in (starts, ends))))
-    holdings = [*step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices()]
+    holdings = [*step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices(), *step.local()]
     persistent, fragmentation = step.persistent(), exact(lowered.spec.memory.fragmentation)
     curves = curves_of(persistent, holdings, ticks)
     if not fragmentation:
@@ -79,7 +82,7 @@ class _Step:
         self._buffers = lowered.spec.buffers
         graph, item = self._graph, dtype_bytes(memory_dtype(lowered.spec))
 
-        def item_bytes(tensor: TensorSpec | TensorPart) -> int:
+        def item_bytes(tensor: TensorSpec | TensorPart | Boundary) -> int:
             """Bytes of an element; tensors of the model have the type of the section memory."""
             return item if tensor.dtype == lowered.spec.run.dtype else dtype_bytes(tensor.dtype)
 
@@ -87,6 +90,7 @@ class _Step:
             sizes = [prod(part.shape) * item_bytes(part) for part in tensor.parts]
             return part_starts(sizes)[-1] if sizes else tensor.numel * item_bytes(tensor)
 
+        self._item_bytes = item_bytes
         self._bytes = np.array([*map(num_bytes, graph.tensors)] or [0])
         items = np.array([*map(item_bytes, graph.tensors)] or [0])
         is_packed = np.array([bool(tensor.parts) for tensor in graph.tensors] or [False])
@@ -213,6 +217,43 @@ class _Step:
             found.append(self._message(rows, made, leaves, self._whole(rows)))
         return found
 
+    def local(self) -> list[Holdings]:
+        """Tensors of direct edges, and their gradients, between stages of one rank."""
+        lowered, clock, found = self._lowered, self._clock, list[Holdings]()
+        for edge in lowered.direct:
+            sizes = np.array([prod(tensor.shape) * self._item_bytes(tensor) for tensor in edge.variants])
+            users = [user for user in edge.consumers if lowered.holders[user] == lowered.holders[edge.producer]]
+            held: list[tuple[IntColumn, IntColumn]] = []
+            if users and not lowered.receivers(edge):  # else it is counted as sent
+                made = self._at_stage(edge.producer, *_FORWARD)
+                held.append((made, self._read_by(made, users) if self._forward_only else self._used(made)))
+            for user in users if edge.has_gradient else ():
+                back = self._at_stage(user, *_INPUT)
+                held.append((back, clock.end_of(clock.look_up(back, clock.rows(*_INPUT), edge.producer))))
+            for rows, leaves in held:
+                num_bytes = sizes[self._variant(self._graph.work_item[rows])]
+                found.append(self._message(rows, clock.ends[rows], leaves, num_bytes))
+        return found
+
+    def _at_stage(self, stage: int, *kinds: OpKind) -> IntColumn:
+        rows = self._clock.rows(*kinds)
+        return np.asarray(rows[self._graph.stage[rows] == stage])
+
+    def _read_by(self, rows: IntColumn, stages: Sequence[int]) -> IntColumn:
+        """End of the last forward of some stages on the rank and of the work item of each row; 0 without any."""
+        clock = self._clock
+        readers = np.stack([clock.look_up(rows, clock.rows(*_FORWARD), stage) for stage in stages])
+        return np.asarray(np.where(readers == NONE, 0, clock.ends[readers]).max(axis=0))
+
+    def _direct_reads(self, rows: IntColumn) -> IntColumn:
+        """``_read_by`` of the consumers of the direct edge that each transfer moves; 0 for any other transfer."""
+        ends = np.zeros(len(rows), dtype=np.int64)
+        for edge in self._lowered.direct:
+            is_named = np.array([tensor.member == edge.name for tensor in self._graph.tensors])
+            selected = np.flatnonzero(is_named[self._graph.tensor[rows]])
+            ends[selected] = self._read_by(rows[selected], edge.consumers)
+        return ends
+
     def slices(self) -> list[Holdings]:
         """Slices of tensors made for sends."""
         clock, found = self._clock, []
@@ -267,7 +308,7 @@ class _Step:
         clock = self._clock
         forward = clock.partner(rows, *_FORWARD)
         if self._forward_only:
-            return clock.end_of(forward)
+            return np.maximum(clock.end_of(forward), self._direct_reads(rows))
         return np.where(self._is_kept(rows), clock.start_of(forward), self._used(rows))
 
     def _used(self, rows: IntColumn) -> IntColumn:
@@ -289,7 +330,7 @@ class _Step:
         """Time at which the output of a stage is freed."""
         clock, graph = self._clock, self._graph
         if self._forward_only:
-            return arrived
+            return np.maximum(arrived, self._direct_reads(rows))
         frees = clock.rows(OpKind.FREE)
         sent = [KIND_CODE[OpKind.SEND_FORWARD], KIND_CODE[OpKind.SLICE_FORWARD]]
         freed = clock.look_up(rows, frees[np.isin(graph.target_kind[frees], sent)])

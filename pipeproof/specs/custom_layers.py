@@ -116,7 +116,7 @@ class CustomLayerSpec(Section):
 
 
 class LayerEdgeSpec(LayerOutputSpec):
-    """A tensor that a layer passes to later layers than the next one, through the stages between them."""
+    """A tensor that a layer passes to later layers than the next one."""
 
     name: str = Field(
         description="Name of the tensor: the keyword argument of its consumers.",
@@ -126,6 +126,11 @@ class LayerEdgeSpec(LayerOutputSpec):
     consumers: Annotated[tuple[str, ...], FROM_LIST] = Field(
         description="The later layers that use it. Its gradient is the sum of theirs, the last layer's first.",
         json_schema_extra={"minItems": 1},
+    )
+    route: Literal["relay", "direct"] = Field(
+        default="relay",
+        description="relay: each stage passes the tensor on to the next one; direct: the producer's stage sends it to "
+        "each rank with a consumer, and each consumer's stage sends its gradient back.",
     )
 
 

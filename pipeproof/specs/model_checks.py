@@ -278,6 +278,13 @@ def _check_edges(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem
                 message = f"`{name}` uses `{edge.name}`, and does not come after `{edge.producer}`, which makes it"
                 yield Problem("PP106", at, message, help="name later layers than the producer")
         yield from _check_gradient(edge, path)
+        if edge.route == "direct" and (plan.buffers.free_output != "after_backward" or plan.buffers.has_slots):
+            message = (
+                f"slots and outputs that are freed early are not planned for `{edge.name}`, which is sent directly"
+            )
+            yield Problem(
+                "PP106", (*path, "route"), message, help="use `route: relay`, or remove the keys of `buffers`"
+            )
 
 
 def _check_gradient(out: LayerOutputSpec, path: KeyPath) -> Iterator[Problem]:

@@ -314,7 +314,7 @@ class PlanSections(Section):
     )
     edges: Annotated[tuple[LayerEdgeSpec, ...], FROM_LIST] = Field(
         default=(),
-        description="Tensors of custom layers for other layers than the next one; each stage passes them on.",
+        description="Tensors of custom layers for other layers than the next one.",
     )
     buffers: BuffersSpec = Field(default_factory=BuffersSpec, description="Memory of messages.")
     cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")

@@ -218,3 +218,8 @@ class BuffersSpec(Section):
         description="When a stage frees the output that it sent: after its backward, after the send is done, or after "
         "the send is posted.",
     )
+
+    @property
+    def has_slots(self) -> bool:
+        """True if messages have slots."""
+        return self.receive_slots is not None or self.send_slots is not None

@@ -12,7 +12,7 @@ from pipeproof.diagnostics.problems import listed
 from pipeproof.schedule.columns import FREE, NONE, READ, WRITE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import OpGraph
-from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, KINDS, OpKind
+from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.verify.subject import Rule, Subject
 
 # The attributes that each kind of row may have; any other attribute would be ignored, and is an error (PP144).
@@ -64,7 +64,9 @@ class Legal:
     """The attributes that rows of some ``kinds`` may have, and the values that ``reduction`` may have.
 
     ``below`` restricts this to collectives below an operation of these kinds,
-    ``has_children`` to operations with collectives below them.
+    ``has_children`` to operations with collectives below them, ``with_direct``
+    to programs with direct edges: a scale on one way of a gradient is not
+    followed where there are several.
     """
 
     kinds: str
@@ -72,6 +74,7 @@ class Legal:
     reductions: str = ""
     below: str = ""
     has_children: bool = False
+    with_direct: bool = False
 
 
 _RUNS = "queue batch reads writes frees"
@@ -83,6 +86,8 @@ TABLE = (
     Legal("B W", f"{_RUNS} scale reduction", "overwrite"),
     Legal("SEND_F RECV_F", f"{_RUNS} {_MESSAGE}"),
     Legal("SEND_B RECV_B", f"{_RUNS} {_MESSAGE} scale"),
+    Legal("I", _RUNS, with_direct=True),
+    Legal("SEND_B RECV_B", f"{_RUNS} {_MESSAGE}", with_direct=True),
     Legal("SEND_META_F RECV_META_F SEND_META_B RECV_META_B", "queue batch peer communicator tensor"),
     Legal("SLICE_F SLICE_B", f"{_RUNS} tensor range shift"),
     Legal("GATHER_F GATHER_B", f"{_RUNS} tensor range shift group"),
@@ -124,7 +129,8 @@ _NAMED = ("reduction", "scale")
 def _check(subject: Subject) -> Iterator[Finding]:
     """One finding for each attribute and kind of row, at the first of its rows."""
     graph = subject.graph
-    entry = _entries(graph)
+    has_direct = bool(subject.lowered is not None and subject.lowered.direct)
+    entry = _entries(graph, has_direct=has_direct or bool((graph.index[graph.is_kind(TRANSFER_KINDS)] != NONE).any()))
     for attribute in ATTRIBUTES:
         rows = np.flatnonzero(_present(graph, attribute))
         rows = rows[~_is_legal(graph, rows, entry[rows], attribute)]
@@ -134,7 +140,7 @@ def _check(subject: Subject) -> Iterator[Finding]:
             yield _finding(subject, TABLE[entry[row]], attribute, row, times)
 
 
-def _entries(graph: OpGraph) -> IntColumn:
+def _entries(graph: OpGraph, *, has_direct: bool) -> IntColumn:
     """The entry of ``TABLE`` that each row is under."""
     values = graph.columns.values
     table = np.full((len(KINDS), len(KINDS) + 1), NONE, dtype=np.int64)  # the last column: not below an operation
@@ -144,6 +150,8 @@ def _entries(graph: OpGraph) -> IntColumn:
     for number, legal in enumerate(TABLE):
         kinds = [KIND_CODE[OpKind(kind)] for kind in legal.kinds.split()]
         below = [KIND_CODE[OpKind(kind)] for kind in legal.below.split()]
+        if legal.with_direct and not has_direct:
+            continue
         if legal.has_children:
             of_parents.append((number, parents & np.isin(values["kind"], kinds)))
         else:

@@ -18,28 +18,33 @@ import numpy as np
 from pipeproof.diagnostics.finding import Finding, OpsWitness, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
-from pipeproof.schedule.ops import KIND_CODE, KINDS, META_KINDS, SEND_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.ops import (
+    KIND_CODE,
+    KINDS,
+    META_KINDS,
+    SEND_KINDS,
+    STEP_OF_TRANSFER,
+    TRANSFER_KINDS,
+    Op,
+    OpKind,
+)
 from pipeproof.verify.subject import Rule, Subject, missing_op
 
-PARTNER: Mapping[OpKind, tuple[OpKind, int]] = MappingProxyType(
+_PARTNER: Mapping[OpKind, OpKind] = MappingProxyType(
     {
-        OpKind.SEND_FORWARD: (OpKind.RECV_FORWARD, +1),
-        OpKind.RECV_FORWARD: (OpKind.SEND_FORWARD, -1),
-        OpKind.SEND_BACKWARD: (OpKind.RECV_BACKWARD, -1),
-        OpKind.RECV_BACKWARD: (OpKind.SEND_BACKWARD, +1),
-        OpKind.SEND_META_FORWARD: (OpKind.RECV_META_FORWARD, +1),
-        OpKind.RECV_META_FORWARD: (OpKind.SEND_META_FORWARD, -1),
-        OpKind.SEND_META_BACKWARD: (OpKind.RECV_META_BACKWARD, -1),
-        OpKind.RECV_META_BACKWARD: (OpKind.SEND_META_BACKWARD, +1),
+        kind: OpKind(kind.replace("SEND", "RECV") if kind in SEND_KINDS else kind.replace("RECV", "SEND"))
+        for kind in sorted(TRANSFER_KINDS)
     }
 )
-"""By kind of a transfer: the kind that it means to meet, and where that one's stage lies from its own."""
+"""By kind of a transfer: the kind that it means to meet."""
 
 
 def partner_of(transfer: Op) -> Op:
-    """The operation that a transfer means to meet: ``0SEND_F3`` means ``1RECV_F3``."""
-    kind, step = PARTNER[transfer.kind]
-    return transfer._replace(kind=kind, stage=transfer.stage + step)
+    """The operation that a transfer means to meet: ``0SEND_F3`` means ``1RECV_F3``, ``0SEND_F3>2`` ``2RECV_F3<0``."""
+    kind = _PARTNER[transfer.kind]
+    if transfer.index is not None:
+        return transfer._replace(kind=kind, stage=transfer.index, index=transfer.stage)
+    return transfer._replace(kind=kind, stage=transfer.stage + STEP_OF_TRANSFER[transfer.kind])
 
 
 class Pairs:
@@ -240,14 +245,13 @@ IDENTITY = RuleDoc(
 def _check_identity(subject: Subject) -> Iterator[Finding]:
     graph, pairs = subject.graph, Pairs(subject.graph)
     kind_of_partner = np.arange(len(KINDS))
-    step = np.zeros(len(KINDS), dtype=np.int64)
-    for kind, (partner, towards) in PARTNER.items():
+    for kind, partner in _PARTNER.items():
         kind_of_partner[KIND_CODE[kind]] = KIND_CODE[partner]
-        step[KIND_CODE[kind]] = towards
     send, receive = pairs.send, pairs.receive
     other = (
         (graph.kind[receive] != kind_of_partner[graph.kind[send]])
-        | (graph.stage[receive] != graph.stage[send] + step[graph.kind[send]])
+        | (graph.stage[receive] != graph.partner_stage(send))
+        | (graph.index[receive] != np.where(graph.index[send] == NONE, NONE, graph.stage[send]))
         | (graph.work_item[receive] != graph.work_item[send])
     )
     other_member = pairs.differ(_members_in_order)

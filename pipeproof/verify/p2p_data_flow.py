@@ -1,8 +1,9 @@
 """PP123 to PP127, PP145: each p2p tensor arrives once, from the rank that made it, and in time; parts are in order.
 
 A tensor flows from the stage that makes it to the rank that computes with it:
-an activation to the next stage, a gradient to the one before. Between two
-stages of one rank it stays in memory, in program order.
+an activation to the next stage, a gradient to the one before; on a direct edge
+to another later stage, and back. Between two stages of one rank it stays in
+memory, in program order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class _Messages:
 
     ``row`` is the transfer, ``is_send`` which end it is; ``rank``, ``stage``
     and ``work_item`` are where the tensor is needed, ``backward`` whether it
-    is a gradient, ``member`` which of the tensors that cross together it is.
+    is a gradient, ``member`` which of the tensors that cross together it is,
+    and ``maker`` the stage that sends it on a direct edge, else NONE.
     """
 
     row: IntColumn
@@ -52,6 +54,7 @@ class _Messages:
     work_item: IntColumn
     backward: IntColumn
     member: IntColumn
+    maker: IntColumn
 
 
 def _member_names(subject: Subject) -> list[str]:
@@ -63,28 +66,43 @@ def _messages(subject: Subject) -> _Messages:
     row = np.flatnonzero(graph.is_kind(_PAYLOAD_KINDS))
     is_send = graph.is_kind(SEND_KINDS)[row]
     backward = graph.is_kind(frozenset({OpKind.SEND_BACKWARD, OpKind.RECV_BACKWARD}))[row].astype(np.int64)
-    step = np.where(is_send, np.where(backward == 1, -1, 1), 0)
     names = _member_names(subject)
     member_of = np.array([*(names.index(tensor.member) for tensor in graph.tensors), names.index("")], dtype=np.int64)
     return _Messages(
         row,
         is_send,
         np.where(is_send, graph.peer[row], graph.rank[row]),
-        graph.stage[row] + step,
+        np.where(is_send, graph.partner_stage(row), graph.stage[row]),
         graph.work_item[row],
         backward,
         member_of[graph.tensor[row]],
+        np.where(graph.index[row] == NONE, NONE, np.where(is_send, graph.stage[row], graph.index[row])),
     )
+
+
+def _uses(subject: Subject, direction: _Direction) -> BoolColumn:
+    """Mask of the entries that compute in a direction."""
+    table = subject.computes
+    return np.asarray((table.forwards if direction.receive is OpKind.RECV_FORWARD else table.backwards) > 0)
 
 
 def _needed(subject: Subject, direction: _Direction) -> tuple[IntColumn, IntColumn]:
     """(entries that use a tensor of another stage, the entry of its maker on the same rank or ``NONE``)."""
     table = subject.computes
-    uses = (table.forwards if direction.receive is OpKind.RECV_FORWARD else table.backwards) > 0
     source = table.stage + direction.source
     stages = np.array(sorted(subject.stage_owners), dtype=np.int64)
-    entries = np.flatnonzero(uses & np.isin(source, stages))
+    entries = np.flatnonzero(_uses(subject, direction) & np.isin(source, stages))
     return entries, table.find(table.rank[entries], source[entries], table.work_item[entries])
+
+
+def _direct_flows(subject: Subject, direction: _Direction) -> list[tuple[str, int, int]]:
+    """The (name, maker, user) of each tensor that a plan's direct edges bring to a stage in a direction."""
+    if subject.lowered is None:
+        return []
+    if direction.receive is OpKind.RECV_FORWARD:
+        return [(edge.name, edge.producer, user) for edge in subject.lowered.direct for user in edge.consumers]
+    edges = [edge for edge in subject.lowered.direct if edge.has_gradient]
+    return [(edge.name, user, edge.producer) for edge in edges for user in edge.consumers]
 
 
 def _is_local(subject: Subject, entries: IntColumn, maker: IntColumn, direction: _Direction) -> BoolColumn:
@@ -120,8 +138,8 @@ def _check_never_sent(subject: Subject) -> Iterator[Finding]:
     for backward, direction in enumerate(_DIRECTIONS):
         entries, maker = _needed(subject, direction)
         entries = entries[~_is_local(subject, entries, maker, direction) & expected[entries]]
-        here = messages.backward == backward
-        owed, member = _owed(subject, entries, messages.stage[here], messages.member[here])
+        here = (messages.backward == backward) & (messages.maker == NONE)
+        owed, member = _owed(subject, entries, messages.stage[here], messages.member[here], direction)
         known = packed(
             np.concatenate([messages.rank[here], table.rank[owed]]),
             np.concatenate([messages.stage[here], table.stage[owed]]),
@@ -131,9 +149,55 @@ def _check_never_sent(subject: Subject) -> Iterator[Finding]:
         num_sent = len(known) - len(owed)
         for place in np.flatnonzero(~np.isin(known[num_sent:], known[:num_sent])).tolist():
             yield _never_sent(subject, int(owed[place]), direction, names[int(member[place])])
+        yield from _check_direct(
+            subject, messages, np.flatnonzero((messages.backward == backward) & (messages.maker != NONE)), direction
+        )
 
 
-def _owed(subject: Subject, entries: IntColumn, stage: IntColumn, member: IntColumn) -> tuple[IntColumn, IntColumn]:
+def _check_direct(subject: Subject, messages: _Messages, here: IntColumn, direction: _Direction) -> Iterator[Finding]:
+    """Yield a finding for each tensor of a direct edge that does not come, by the plan or as in other micro-batches."""
+    table, names = subject.computes, _member_names(subject)
+    columns = (messages.member, messages.maker, messages.stage)
+    flows = {
+        (names[member], maker, user) for member, maker, user in zip(*(c[here].tolist() for c in columns), strict=True)
+    }
+    owners = subject.stage_owners
+    flows |= {
+        (name, maker, user)
+        for name, maker, user in _direct_flows(subject, direction)
+        if owners[maker] != owners[user] and (direction.source > 0 or user in _receivers(subject, name))
+    }
+    expected = _uses(subject, direction) & is_expected(subject, table.rank, table.stage, table.work_item)
+    for name, maker, user in sorted(flows):
+        entries = np.flatnonzero(expected & (table.stage == user))
+        come = here[(messages.member[here] == names.index(name)) & (messages.maker[here] == maker)]
+        known = packed(
+            np.concatenate([messages.rank[come], table.rank[entries]]),
+            np.concatenate([messages.stage[come], table.stage[entries]]),
+            np.concatenate([messages.work_item[come], table.work_item[entries]]),
+        )
+        for place in np.flatnonzero(~np.isin(known[len(come) :], known[: len(come)])).tolist():
+            yield _never_sent(subject, int(entries[place]), direction, name, maker)
+
+
+def _receivers(subject: Subject, name: str) -> tuple[int, ...]:
+    plan = subject.plan
+    return next(plan.receivers(edge) for edge in plan.direct if edge.name == name)
+
+
+def _relayed(subject: Subject, direction: _Direction) -> Iterator[tuple[int, int]]:
+    """The (stage that gets it, member) of each tensor of an edge that stages pass on, in messages of its own."""
+    plan, names = subject.plan, _member_names(subject)
+    edges = {edge.name: edge.has_gradient or direction.source < 0 for edge in plan.spec.edges}
+    for place, edge in enumerate(plan.edges if edges and plan.spec.transport.messages != "packed" else ()):
+        for tensor in edge.variants[0]:
+            if edges.get(tensor.member) and tensor.member in names:
+                yield (place + 1 if direction.source < 0 else place), names.index(tensor.member)
+
+
+def _owed(
+    subject: Subject, entries: IntColumn, stage: IntColumn, member: IntColumn, direction: _Direction
+) -> tuple[IntColumn, IntColumn]:
     """(entry, member) of each tensor that must come to an entry, from (stage, member) of those that come to any.
 
     What comes for one micro-batch is owed to all. With a plan at least one
@@ -144,15 +208,20 @@ def _owed(subject: Subject, entries: IntColumn, stage: IntColumn, member: IntCol
     users = subject.computes.stage[entries]
     if subject.lowered is not None:
         crossing = np.concatenate([crossing, np.setdiff1d(users, crossing // num_members) * num_members])
+        crossing = np.union1d(
+            crossing, [stage * num_members + number for stage, number in _relayed(subject, direction)]
+        )
     parts = [np.flatnonzero(np.isin(users * num_members + m, crossing)) for m in range(num_members)]
     owing = np.concatenate(parts)
     return entries[owing], np.repeat(np.arange(num_members), [len(part) for part in parts])
 
 
-def _never_sent(subject: Subject, entry: int, direction: _Direction, member: str) -> Finding:
+def _never_sent(
+    subject: Subject, entry: int, direction: _Direction, member: str, maker_stage: int | None = None
+) -> Finding:
     graph, table = subject.graph, subject.computes
     rank, stage, work_item = (int(column[entry]) for column in (table.rank, table.stage, table.work_item))
-    receive = graph.op_of(direction.receive, stage, work_item)
+    receive = graph.op_of(direction.receive, stage, work_item)._replace(index=maker_stage)
     send = partner_of(receive)
     forward = direction.receive is OpKind.RECV_FORWARD
     user = int((table.first[OpKind.FORWARD] if forward else table.first_backward)[entry])
@@ -198,7 +267,7 @@ def _check_unexpected(subject: Subject) -> Iterator[Finding]:
     row = messages.row[receives]
     send = graph.match[row]
     stage, work_item = messages.stage[receives], messages.work_item[receives]
-    source = stage + np.where(messages.backward[receives] == 1, 1, -1)
+    source = graph.partner_stage(row)
 
     def has_no_place(rank: IntColumn, of_stage: IntColumn) -> BoolColumn:
         """Not on a rank that owes the computation; one that computes nothing at all is not described, nor blamed."""
@@ -256,8 +325,7 @@ LOCAL_ORDER = RuleDoc(
 def _check_local_order(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
     expected = is_expected(subject, table.rank, table.stage, table.work_item)  # of the others PP124 speaks
-    for direction in _DIRECTIONS:
-        entries, maker = _needed(subject, direction)
+    for direction, entries, maker in _feeders(subject):
         local = (maker != NONE) & expected[entries] & expected[maker]
         entries, maker = entries[local], maker[local]
         first = table.first[OpKind.FORWARD] if direction.receive is OpKind.RECV_FORWARD else table.first_backward
@@ -270,6 +338,17 @@ def _check_local_order(subject: Subject) -> Iterator[Finding]:
                 help=f"move {late} before {early}",
                 witness=subject.witness(*ends),
             )
+
+
+def _feeders(subject: Subject) -> Iterator[tuple[_Direction, IntColumn, IntColumn]]:
+    """Entries that use a tensor of another stage, and those of its maker on the same rank, or ``NONE``."""
+    table = subject.computes
+    for direction in _DIRECTIONS:
+        yield direction, *_needed(subject, direction)
+        for _, maker, user in _direct_flows(subject, direction):
+            entries = np.flatnonzero(_uses(subject, direction) & (table.stage == user))
+            rank, work_item = table.rank[entries], table.work_item[entries]
+            yield direction, entries, table.find(rank, np.full_like(rank, maker), work_item)
 
 
 # 145: the parts of a computation are whole and in order, and nothing else is between them.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.comm.plan_context import edge_position
 from pipeproof.exec.rank.child_collectives import Call, ChildCollectives
 from pipeproof.exec.rank.framework_protocol import (
     Collectives,
@@ -31,11 +32,11 @@ from pipeproof.exec.rank.machine import Begin, Finished, Instruction, ProtocolEr
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
 from pipeproof.exec.rank.overlapped_pair import OverlappedPair, OverlapTurns, PairTurns, overlapped_pairs, whole_pairs
 from pipeproof.exec.rank.step_end import RankRouters, StepEnd
-from pipeproof.exec.rank.transfers import RankTransfers
+from pipeproof.exec.rank.transfers import RankTransfers, WorkItemTensors
 from pipeproof.schedule.columns import work_item_of
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, Op, OpKind
-from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.boundary import Boundary, DirectEdge
 from pipeproof.stages.describe.layer_records import LayerWatch
 
 Annotate = Callable[[str], AbstractContextManager[object]]
@@ -323,13 +324,19 @@ class RankAdapter:
         tensors.output = stage.forward(inputs, step=self._step, index=index, split=split, watch=self._watch)
         if self._owns(op.stage + 1, op):  # nothing is sent to a stage of the same rank
             next_input = self.transfers.on_stage(op.stage + 1, op).input
-            next_input.update((position, tensor.detach()) for position, tensor in enumerate(tensors.output))
+            crossing = tensors.output[: self._num_crossing(op.stage + 1, op)]
+            next_input.update((position, tensor.detach()) for position, tensor in enumerate(crossing))
+        self._pass_directly(op, tensors)
         if op.stage == len(self._plan.stages) - 1:
             self._losses.append((op, tensors.output[-1].detach()))
 
     def _backward_input(self, op: Op) -> None:
         tensors = self.transfers.of(op)
         gradients = [tensors.output_grad.get(position) for position in range(len(tensors.output))]
+        for edge, position in self._direct_at(op.stage, makes=True):
+            for user in reversed(edge.consumers) if edge.has_gradient else ():
+                known, gradient = gradients[position], tensors.direct_grads.pop((position, user))
+                gradients[position] = gradient if known is None else known + gradient
         tensors.weights = self._stages[op.stage].backward_input(tensors.output, gradients)
         members = self._members_before(op)
         tensors.input_grad = {
@@ -337,9 +344,15 @@ class RankAdapter:
             for position, member in enumerate(members)
             if member.has_gradient
         }
+        for edge, position in self._direct_at(op.stage, makes=False):
+            if edge.has_gradient and self._owns(edge.producer, op):
+                place = self._positions[edge.name, edge.producer], op.stage
+                self.transfers.on_stage(edge.producer, op).direct_grads[place] = tensors.input_grad.pop(position)
         if self._owns(op.stage - 1, op):
-            self.transfers.on_stage(op.stage - 1, op).output_grad.update(tensors.input_grad)
-            tensors.input_grad.clear()
+            before = self.transfers.on_stage(op.stage - 1, op).output_grad
+            for position in range(self._num_crossing(op.stage, op)):
+                if position in tensors.input_grad:
+                    before[position] = tensors.input_grad.pop(position)
         tensors.output = ()
         tensors.input.clear()
         tensors.output_grad.clear()
@@ -364,8 +377,43 @@ class RankAdapter:
         self._routers.end_step(op.stage)
 
     def _members_before(self, op: Op) -> tuple[Boundary, ...]:
-        """Members of the edge before the stage of an operation, for its work item."""
-        return self._plan.edges[op.stage - 1].members(self._work_item(op)) if op.stage else ()
+        """Members of the edge before the stage of an operation, for its work item, then direct edges to it."""
+        crossing = self._plan.edges[op.stage - 1].members(self._work_item(op)) if op.stage else ()
+        by_work_item = self._plan.size_of_work_item
+        variant = by_work_item[self._work_item(op)] if by_work_item else 0
+        return *crossing, *(edge.variants[variant] for edge, _ in self._direct_at(op.stage, makes=False))
+
+    def _num_crossing(self, stage: int, op: Op) -> int:
+        """Number of the inputs of a stage that the stage before made."""
+        return len(self._plan.edges[stage - 1].members(self._work_item(op))) if stage else 0
+
+    @cached_property
+    def _positions(self) -> dict[tuple[str, int], int]:
+        """The position of each direct edge in the output of its producer and the input of each consumer."""
+        plan = self._plan
+        return {
+            (edge.name, stage): edge_position(plan.edges, plan.direct, number, stage)
+            for number, edge in enumerate(plan.direct)
+            for stage in (edge.producer, *edge.consumers)
+        }
+
+    def _direct_at(self, stage: int, *, makes: bool) -> list[tuple[DirectEdge, int]]:
+        """The direct edges that a stage makes or uses, with their positions in its output or input."""
+        return [
+            (edge, self._positions[edge.name, stage])
+            for edge in self._plan.direct
+            if (edge.producer == stage if makes else stage in edge.consumers)
+        ]
+
+    def _pass_directly(self, op: Op, tensors: WorkItemTensors) -> None:
+        """Give the tensors of direct edges that a stage made, or received for its rank, to later stages of the rank."""
+        for makes, held in ((True, dict(enumerate(tensors.output))), (False, tensors.input)):
+            for edge, position in self._direct_at(op.stage, makes=makes):
+                if makes or op.stage in self._plan.receivers(edge):
+                    for user in edge.consumers:
+                        if user > op.stage and self._owns(user, op):
+                            place = self._positions[edge.name, user]
+                            self.transfers.on_stage(user, op).input[place] = held[position].detach()
 
     def _sum_norms(self, instruction: Instruction) -> tuple[tuple[int, ...], int, str]:
         """Execute a collective without a parent: one of the norm's."""

@@ -131,6 +131,8 @@ def _rehearsal_refusals(spec: PlanSpec) -> Iterator[Refusal]:
     """
     if spec.transport.messages == "packed":
         yield ("transport", "messages"), "the plan has packed messages and is rehearsed"
+    if any(edge.route == "direct" for edge in spec.edges):
+        yield ("edges",), "the plan has direct edges and is rehearsed"
     if spec.schedule.turns is not None:
         yield ("schedule", "overlap"), "the plan is rehearsed with schedule.overlap"
     if spec.run.backend == "paddle" and spec.run.device == "gpu":

@@ -31,7 +31,7 @@ from pipeproof.exec.rank.framework_protocol import (
 from pipeproof.exec.rank.machine import ProtocolError
 from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives, Slots, whole_of
 from pipeproof.exec.rank.op_log import LogEntry
-from pipeproof.schedule.columns import work_item_of
+from pipeproof.schedule.columns import NONE, work_item_of
 from pipeproof.schedule.op_parts import TensorPart, part_starts
 from pipeproof.schedule.op_table import Channel
 from pipeproof.schedule.ops import RECV_KINDS, SEND_KINDS, Op, OpKind
@@ -50,6 +50,8 @@ class WorkItemTensors:
     output: Value = ()
     output_grad: Members = field(default_factory=dict)
     input_grad: Members = field(default_factory=dict)
+    direct_grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Gradients that consumers of direct edges sent back, by (member, consumer)."""
     received: dict[tuple[bool, int], Tensor | Slice] = field(default_factory=dict)
     """Slices received by the partial transport, before their gather, by (forward, member)."""
     sliced: dict[tuple[bool, int], Tensor | Slice] = field(default_factory=dict)
@@ -247,6 +249,8 @@ class RankTransfers:
         if message.parts:
             places = self._places(message, buffer)
             tensors.incoming(forward=forward).update(zip(message.members, places, strict=True))
+        elif message.op.index is not None and not forward:
+            tensors.direct_grads[member, message.op.index] = buffer
         elif message.is_whole:
             tensors.incoming(forward=forward)[member] = buffer
         elif message.is_slice:
@@ -437,7 +441,9 @@ class RankTransfers:
             op, spec = row.op, self._plan.graph.tensors[row.tensor]
             assert spec.position is not None  # transfers move tensors of boundaries only
             edge, variant, member = spec.position
-            changes_layout = not spec.parts and self._plan.edges[edge].variants[variant][member].changes_layout
+            changes_layout = (
+                not spec.parts and edge != NONE and self._plan.edges[edge].variants[variant][member].changes_layout
+            )
             message = self._messages[op_id] = _Message(
                 op,
                 str(op),

@@ -100,6 +100,8 @@ class Boundaries:
     """The outputs of each micro-batch; empty if all are alike."""
     unused: tuple[int, ...] = ()
     """Outputs that got no gradient on the example, because the next stages do not use them."""
+    num_direct: int = 0
+    """Number of the last inputs, which come on direct edges."""
 
     def outputs_of(self, index: int) -> tuple[LeafSpec, ...]:
         """The outputs of one micro-batch."""

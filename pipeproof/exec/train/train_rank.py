@@ -136,7 +136,8 @@ def require_fits(
     for number, specs in outputs.items():
         if number == len(plan.edges) or len(plan.edges[number].variants) > 1:
             continue
-        members = plan.edges[number].variants[0]
+        direct = (edge.variants[0] for edge in plan.direct if edge.producer == number)
+        members = (*plan.edges[number].variants[0], *direct)
         here, there = (", ".join(f"{x.dtype}{list(x.shape)}" for x in side) for side in (specs, members))
         if here != there:
             raise PipelineError(f"stage {number} returns {here}, and the plan has {there} after it; {again}")

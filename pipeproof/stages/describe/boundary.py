@@ -102,6 +102,22 @@ class Edge:
         return self.variants[self.by_micro_batch[micro_batch] if self.by_micro_batch else 0]
 
 
+@dataclass(frozen=True, slots=True)
+class DirectEdge:
+    """A tensor that its producer stage sends to later stages itself; ``variants`` are as of ``Edge``."""
+
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
+    """In ascending order."""
+    variants: tuple[Boundary, ...]
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if each consumer sends a gradient back."""
+        return self.variants[0].has_gradient
+
+
 def gpt_boundary(plan: PlanSpec) -> Boundary:
     """The activation of a GPT: invariant over TP, or sharded along the sequence with sequence parallelism.
 

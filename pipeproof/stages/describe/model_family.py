@@ -13,6 +13,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import SHARDED_DIM, BoundarySpec, is_float
 from pipeproof.stages.describe.boundary import (
     Boundary,
+    DirectEdge,
     Edge,
     MicroBatchSize,
     activation,
@@ -186,11 +187,23 @@ def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
         members += [
             (edge, edge.name)
             for edge in plan.edges
-            if place[edge.producer] <= stage < max(place[name] for name in edge.consumers)
+            if edge.route == "relay" and place[edge.producer] <= stage < max(place[name] for name in edge.consumers)
         ]
         variants = (tuple(_custom_boundary(plan, *member, size.seq_length) for member in members) for size in sizes)
         edges.append(Edge(tuple(variants), by_work_item))
     return tuple(edges)
+
+
+def direct_edges(plan: PlanSpec) -> tuple[DirectEdge, ...]:
+    """The edges of custom layers that are sent past the stages between, but for those within a stage."""
+    place = {name: stage for stage, names in enumerate(stage_layers(plan)) for name in names} if plan.edges else {}
+    found = []
+    for edge in plan.edges:
+        users = sorted({place[name] for name in edge.consumers} - {place[edge.producer]})
+        if edge.route == "direct" and users:
+            variants = (_custom_boundary(plan, edge, edge.name, size.seq_length) for size in work_item_sizes(plan)[0])
+            found.append(DirectEdge(edge.name, place[edge.producer], tuple(users), tuple(variants)))
+    return tuple(found)
 
 
 def _custom_boundary(plan: PlanSpec, out: LayerOutputSpec, member: str, seq_length: int) -> Boundary:

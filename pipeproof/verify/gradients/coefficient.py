@@ -255,7 +255,7 @@ class TravellingScales:
     def _sends(self) -> _Table:
         """One of several messages for one stage and micro-batch: one that changes the gradient."""
         graph = self.graph
-        rows = np.flatnonzero(graph.is_kind(frozenset({OpKind.SEND_BACKWARD})))
+        rows = np.flatnonzero(graph.is_kind(frozenset({OpKind.SEND_BACKWARD})) & (graph.index == NONE))
         received = self._received(rows)
         scales = np.stack([graph.scale[rows], np.where(received != NONE, graph.scale[received], 0)], axis=1)
         pairs, pair = np.unique(scales, axis=0, return_inverse=True)

@@ -9,7 +9,7 @@ micro-batch, which are fresh in every step:
   reads it, after the gather where a slice came;
 - a forward writes its output and what it keeps, a backward the gradient of
   its input; sends read these, after the slice where a slice goes;
-- between two stages of one rank the second reads what the first wrote;
+- between two stages of one rank the second reads what the first wrote; so do all consumers of a direct edge there;
 - backwards read what was kept, and what the forward got, and add to the
   stage's gradient, which reductions and scalings change and the optimizer reads;
 - ``UNSHARD`` writes the stage's whole weights, ``RESHARD`` frees them, and
@@ -34,6 +34,7 @@ import numpy as np
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, COPY_KINDS, KIND_CODE, OpKind
+from pipeproof.stages.describe.boundary import DirectEdge
 from pipeproof.verify.lifetime.tensor_buffers import (
     FREES,
     GRADIENT,
@@ -122,9 +123,9 @@ class Uses:
         return None if buffer < self.first_named else self.names[buffer - self.first_named]
 
 
-def uses_of(graph: OpGraph) -> Uses:
-    """All uses of a graph's buffers. Linear in rows, but for one sort."""
-    tensors = StageTensors(graph)
+def uses_of(graph: OpGraph, direct: Sequence[DirectEdge] = ()) -> Uses:
+    """All uses of a graph's buffers, with the direct edges of its plan. Linear in rows, but for one sort."""
+    tensors = StageTensors(graph, direct)
     flow = list(tensors.flow())
     first_persistent = tensors.num_buffers
     first_named = first_persistent + tensors.num_persistent
@@ -198,7 +199,7 @@ def _targets(graph: OpGraph, frees: IntColumn) -> IntColumn:
     target = np.full(len(frees), NONE, dtype=np.int64)
     named = {int(graph.target_kind[free]) for free in frees}
     candidates = np.flatnonzero(np.isin(graph.kind, list(named)) & (graph.target_kind == NONE))
-    columns = (graph.rank, graph.stage, graph.work_item, graph.axis)
+    columns = (graph.rank, graph.stage, graph.work_item, graph.axis, graph.index)
     kinds = np.concatenate([graph.target_kind[frees], graph.kind[candidates]])
     both = np.concatenate([frees, candidates])
     key = np.unique(np.stack([kinds, *(c[both] for c in columns)]), axis=1, return_inverse=True)[1].reshape(-1)

@@ -245,7 +245,8 @@ class Lifetimes:
 
 def lifetimes(subject: Subject) -> Lifetimes:
     """The analysis of a subject's buffers; see ``Subject.once``."""
-    order, uses = order_of(subject.graph, subject.backend), uses_of(subject.graph)
+    direct = () if subject.lowered is None else subject.lowered.direct
+    order, uses = order_of(subject.graph, subject.backend), uses_of(subject.graph, direct)
     found = Lifetimes(subject, order, uses, Races())
 
     def code_of(pair: Pair) -> str | None:

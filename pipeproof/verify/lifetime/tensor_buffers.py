@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +11,7 @@ from pipeproof.schedule.columns import FREE, READ, WRITE
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, COPY_KINDS, GATHER_KINDS, KIND_CODE, SLICE_KINDS, OpKind
+from pipeproof.stages.describe.boundary import DirectEdge
 
 READS, WRITES, FREES = 1 << READ, 1 << WRITE, 1 << FREE
 """Bits of what an operation does to a buffer."""
@@ -64,11 +65,11 @@ class _Numbering:
 class StageTensors:
     """Uses of what each stage has of each micro-batch (``flow``), and of what lasts over steps (``persistent``).
 
-    A *place* is a (rank, stage, micro-batch) that occurs in the graph.
+    A *place* is a (rank, stage, micro-batch) that occurs in the graph. ``direct`` are the plan's direct edges.
     """
 
-    def __init__(self, graph: OpGraph) -> None:
-        self._graph = graph
+    def __init__(self, graph: OpGraph, direct: Sequence[DirectEdge] = ()) -> None:
+        self._graph, self._direct_edges = graph, direct
         flows = graph.is_kind(_FLOW_KINDS) & (graph.work_item != NONE) & (graph.stage >= 0)
         self.rows = np.flatnonzero(flows)
         self._num_stages = int(graph.stage.max(initial=0)) + 1
@@ -81,7 +82,7 @@ class StageTensors:
         self._kind_of_row = graph.kind[self.rows]
 
     def _stage_key(self, rows: IntColumn, *, step: int = 0) -> IntColumn:
-        """A key of (rank, stage + ``step``), for ``step`` -1, 0 or 1."""
+        """A key of (rank, stage + ``step``), which is from one before the first stage to one behind the last."""
         graph = self._graph
         return graph.rank[rows] * (self._num_stages + 2) + graph.stage[rows] + step + 1
 
@@ -107,7 +108,7 @@ class StageTensors:
         return self.first_at(ops[::-1])
 
     def neighbour(self, ops: IntColumn, step: int) -> IntColumn:
-        """The place of the same micro-batch on the stage before or after, on the same rank; else NONE."""
+        """The place of the same micro-batch ``step`` stages behind, on the same rank; else NONE."""
         stage = self._stages.of(self._stage_key(ops, step=step))
         known = stage != NONE
         key = np.where(known, stage, 0) * self._num_work_items + self._graph.work_item[ops]
@@ -167,6 +168,8 @@ class StageTensors:
         yield from self._made(INPUT_GRAD, _RECVS[1], +1, *_BACKWARDS)
         yield from self._outgoing(_SENDS[0], _SLICES[0], OUTPUT)
         yield from self._outgoing(_SENDS[1], _SLICES[1], INPUT_GRAD)
+        for edge in self._direct_edges:
+            yield from self._direct(edge)
         if not self.is_plain:  # else a matter of program order alone, which other rules look at
             yield from self._kept()
 
@@ -194,12 +197,35 @@ class StageTensors:
     def _made(self, name: int, recv: OpKind, step: int, *makers: OpKind) -> Iterator[Part]:
         made = self.of_kind(*makers)
         yield self._at(self.place[made], name), made, WRITES
-        received = self.first_at(self.of_kind(recv)) != NONE
+        recvs = self.of_kind(recv)
+        received = self.first_at(recvs[self._graph.index[recvs] == NONE]) != NONE
         alone = made[~received[self.place[made]]]
         source = self.neighbour(alone, step)
         computed = self.first_at(made) != NONE
         local = np.flatnonzero((source != NONE) & computed[source])
         yield self._at(source[local], name), alone[local], READS
+
+    def _direct(self, edge: DirectEdge) -> Iterator[Part]:
+        """Reads of what a direct edge brings and no receive of their own stage does: it is on the rank already."""
+        graph, recvs = self._graph, self.of_kind(_RECVS[0])
+        named = np.array([tensor.member == edge.name for tensor in graph.tensors])[graph.tensor[recvs]]
+        received = self.first_at(recvs[named & (graph.index[recvs] == edge.producer)])
+        forwards, made = self.of_kind(OpKind.FORWARD), self.first_at(self.of_kind(*_BACKWARDS))
+        for user in edge.consumers:
+            own = forwards[graph.stage[forwards] == user]
+            own = own[received[self.place[own]] == NONE]
+            for source in edge.consumers:
+                there = self.neighbour(own, source - user)
+                arrival = np.where(there == NONE, NONE, received[there])
+                for users in self._users((OpKind.FORWARD,)):
+                    reader = users[self.place[own]]
+                    known = (arrival != NONE) & (reader != NONE)
+                    yield self._boundary(arrival[known]), reader[known], READS
+            home = self.neighbour(own, edge.producer - user)
+            is_local = home != NONE
+            yield self._at(home[is_local], OUTPUT), own[is_local], READS
+            back = np.where(is_local & edge.has_gradient, made[home], NONE)
+            yield self._at(self.place[own[back != NONE]], INPUT_GRAD), back[back != NONE], READS
 
     def _outgoing(self, send: OpKind, slicer: OpKind, name: int) -> Iterator[Part]:
         sends, slices = self.of_kind(send), self.of_kind(slicer)

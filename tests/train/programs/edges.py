@@ -95,8 +95,10 @@ def unet(num_stages):
     return UNet([Down("skip1"), Down("skip2"), *(Middle() for _ in range(num_stages - 4)), Up2(), Up1()])
 
 
-def skips(num_stages):
-    return {name: (producer, [num_stages + user for user in users]) for name, (producer, users) in SKIPS.items()}
+def skips(num_stages, *route):
+    return {
+        name: (producer, [num_stages + user for user in users], *route) for name, (producer, users) in SKIPS.items()
+    }
 
 
 def residuals(num_stages):
@@ -104,8 +106,8 @@ def residuals(num_stages):
     return AttentionResiduals(Residuals() for _ in range(num_stages))
 
 
-def reads(num_stages):
-    return {"first": (0, [*range(2, num_stages)]), "second": (1, [num_stages - 1])}
+def reads(num_stages, *route):
+    return {"first": (0, [*range(2, num_stages)], *route), "second": (1, [num_stages - 1])}
 
 
 def pipeline(model, kind, num_stages, edges, x, **options):
@@ -116,7 +118,7 @@ def pipeline(model, kind, num_stages, edges, x, **options):
     )  # fmt: skip
 
 
-def equal(case, make, edges_of, shape):
+def equal(case, make, edges_of, shape, *route):
     """Each kind of schedule and split: two steps, of other sizes too, and an evaluation."""
     num_ranks = dist.get_world_size()
     torch.manual_seed(0)
@@ -127,7 +129,7 @@ def equal(case, make, edges_of, shape):
     ):  # fmt: skip
         if num_stages < 4:
             continue
-        model, edges = make(num_stages), edges_of(num_stages)
+        model, edges = make(num_stages), edges_of(num_stages, *route)
         pipe = pipeline(model, kind, num_stages, edges, x, split=split, compiler="eager")
         assert [edge["name"] for edge in pipe.plan.content["edges"]] == [*edges]
         assert all(used.startswith(split) for used in pipe.splits.values()), pipe.splits
@@ -150,6 +152,11 @@ def residuals_have_all_bits():
     equal("residuals", residuals, reads, (WIDTH,))
 
 
+def direct_edges_have_all_bits():
+    equal("direct unet", unet, skips, (WIDTH, 16), "direct")
+    equal("direct residuals", residuals, reads, (WIDTH,), "direct")
+
+
 def wrong():
     """Edges that do not lead to later stages, that nobody makes, or that the script cannot have."""
     num = 2 * dist.get_world_size()
@@ -158,7 +165,7 @@ def wrong():
     def with_edges(edges, make=unet, **options):
         return lambda: pipeline(make(num), "interleaved", num, edges, x, **options)
 
-    refused(with_edges({"skip1": (3, [1])}), "'skip1': (3, [1])", "later ones")
+    refused(with_edges({"skip1": (3, [1])}), "'skip1': (3, [1], 'relay')", "later ones")
     refused(with_edges({"skip1": (0, [num])}), f"0 to {num - 1}")
     refused(with_edges({**skips(num), "x": (0, [2])}), "stage 0 makes the edges skip1, x")
     refused(with_edges(skips(num), replay=True), "replay")
@@ -167,4 +174,11 @@ def wrong():
 
 
 if __name__ == "__main__":
-    main({"unet": unet_has_all_bits, "residuals": residuals_have_all_bits, "wrong": wrong})
+    main(
+        {
+            "unet": unet_has_all_bits,
+            "residuals": residuals_have_all_bits,
+            "direct": direct_edges_have_all_bits,
+            "wrong": wrong,
+        }
+    )

@@ -351,6 +351,17 @@ class ModuleStage:
         for position in without:
             forward.inputs[position].grad = torch.zeros_like(forward.inputs[position])
         if number and self._missing is not None:
+            form = self._boundaries.input_form
+            direct = (
+                []
+                if form is None
+                else [form.keys[n] for n in without if n >= len(forward.inputs) - self._boundaries.num_direct]
+            )
+            if direct:
+                raise PipelineError(
+                    f"{self._errors.where(index)} does not use the edge {direct[0]!r}: let the stage use it in every "
+                    f"step, such as by adding 0 * {direct[0]}.sum() to what it returns"
+                )
             self._missing.put(number, index, without)
         return DeferredWeights(rest, outputs[0].device.type, self._errors, index)
 

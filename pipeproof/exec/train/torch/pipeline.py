@@ -69,7 +69,7 @@ class Pipeline:
             first stage.
         edges: tensors for later stages than the next one, by name the stage that makes one and those that use it:
             ``{"skip": (0, [3])}``. The first returns it in a dict by that name, or it is its output itself; the others
-            take it as a keyword argument.
+            take it as a keyword argument. Stages between pass it on; ``(0, [3], "direct")`` sends it past them.
         split_dims: dims of the rows, where they are not the first, by names of arguments: {"position_ids": 1}. A path
             names what is inside of an argument ("batch.positions"), ``target`` the target. The size of the dim is the
             rows, or a multiple of them.

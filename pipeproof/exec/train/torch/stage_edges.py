@@ -11,17 +11,17 @@ from torch import nn
 
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.plan_layers import Cut
-from pipeproof.exec.train.stage_boundaries import leaves_of
+from pipeproof.exec.train.stage_boundaries import Form, leaves_of
 
-Edges = Mapping[str, tuple[int, Sequence[int]]]
-"""By name the stage that makes a tensor, and the later stages that use it."""
+Edges = Mapping[str, Sequence[Any]]
+"""By name the stage that makes a tensor, the later stages that use it, and the route, ``relay`` without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageEdges:
-    """The edges of all stages by name: the producer, and the consumers in ascending order."""
+    """The edges of all stages by name: the producer, the consumers in ascending order, and the route."""
 
-    edges: dict[str, tuple[int, tuple[int, ...]]]
+    edges: dict[str, tuple[int, tuple[int, ...], str]]
 
     @classmethod
     def of(cls, given: Edges, plan: Mapping[str, Any], layers: Cut) -> StageEdges:
@@ -31,44 +31,74 @@ class StageEdges:
             PipelineError: both differ, or an edge does not lead to later stages.
         """
         stage_of = {name: number for number, names in enumerate(layers) for name in names}
-        planned: dict[str, tuple[int, list[int]]] = {}
+        planned: dict[str, Sequence[Any]] = {}
         for edge in plan.get("edges", ()):
             unknown = [name for name in (edge["producer"], *edge["consumers"]) if name not in stage_of]
             if unknown:
                 raise PipelineError(f"the plan's edge {edge['name']!r} names {unknown[0]!r}: the layers are {layers}")
-            planned[edge["name"]] = stage_of[edge["producer"]], [stage_of[name] for name in edge["consumers"]]
+            users = [stage_of[name] for name in edge["consumers"]]
+            planned[edge["name"]] = stage_of[edge["producer"]], users, edge.get("route", "relay")
         found, by_plan = (
-            {str(name): (producer, tuple(sorted({*users}))) for name, (producer, users) in edges.items()}
+            {
+                name: (producer, tuple(sorted({*users})), *(route or ["relay"]))
+                for name, (producer, users, *route) in edges.items()
+            }
             for edges in (given, planned)
         )
         if found and by_plan and found != by_plan:
             raise PipelineError(f"the plan has the edges {by_plan}, and the argument {found}: leave out one of them")
-        for name, (producer, users) in (found or by_plan).items():
-            if not name.isidentifier() or not users or not 0 <= producer < users[0] or users[-1] >= len(layers):
+        for name, (producer, users, route) in (found or by_plan).items():
+            if (
+                not name.isidentifier() or route not in ("relay", "direct") or not users
+                or not 0 <= producer < users[0] or users[-1] >= len(layers)
+            ):  # fmt: skip
                 raise PipelineError(
-                    f"edges has {name!r}: ({producer}, {[*users]}): give a name of letters, digits and _, the stage "
-                    f"that makes the tensor, and the later ones that use it, of 0 to {len(layers) - 1}"
+                    f"edges has {name!r}: ({producer}, {[*users]}, {route!r}): give a name of letters, digits and _, "
+                    f"the stage that makes the tensor, the later ones that use it, of 0 to {len(layers) - 1}, and "
+                    "'relay' or 'direct'"
                 )
         return cls(found or by_plan)
 
     def before(self, number: int) -> list[str]:
         """The edges that cross the boundary before a stage, in their order."""
-        return [name for name, (producer, users) in self.edges.items() if producer < number <= users[-1]]
+        return [
+            name
+            for name, (producer, users, route) in self.edges.items()
+            if route == "relay" and producer < number <= users[-1]
+        ]
+
+    def direct(self, number: int, *, makes: bool) -> list[str]:
+        """The direct edges that a stage makes, or that it uses."""
+        return [
+            name
+            for name, (producer, users, route) in self.edges.items()
+            if route == "direct" and (number == producer if makes else number in users)
+        ]
+
+    def input_form(self, number: int, form: Form, num_leaves: int) -> Form:
+        """The structure of a stage's input, where the stage before returned ``num_leaves`` in a form."""
+        made, used = self.direct(number - 1, makes=True), self.direct(number, makes=False)
+        if not made and not used:
+            return form
+        keys = [*(form.keys or map(str, range(num_leaves)))]
+        return Form("dict", (*keys[: len(keys) - len(made)], *used))
 
     def wrapped(self, number: int, module: nn.Module) -> nn.Module:
         """A stage with what makes, takes and passes on the tensors of edges around it."""
-        arriving, leaving = self.before(number), self.before(number + 1)
+        arriving = self.before(number) + self.direct(number, makes=False)
+        leaving = self.before(number + 1) + self.direct(number, makes=True)
         if not arriving and not leaving:
             return module
-        made = [name for name, (producer, _) in self.edges.items() if producer == number]
-        used = [name for name, (_, users) in self.edges.items() if number in users]
+        made = [name for name, (producer, *_) in self.edges.items() if producer == number]
+        used = [name for name, (_, users, _) in self.edges.items() if number in users]
         return EdgeStage(number, module, arriving, used, leaving, made)
 
     def plan_entries(self, layers: Cut, outputs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The plan's ``edges``; ``outputs`` are the entries of their tensors by name."""
         return [
-            {"name": name, "producer": layers[made][-1], "consumers": [layers[n][0] for n in users], **outputs[name]}
-            for name, (made, users) in self.edges.items()
+            {"name": name, "producer": layers[made][-1], "consumers": [layers[n][0] for n in users], "route": route}
+            | dict(outputs[name])
+            for name, (made, users, route) in self.edges.items()
         ]
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeproof.exec.store.agreement import Agreement, described_in_order
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.plan_layers import Cut, LayerFacts, StageFacts, declared_cut, stage_name
-from pipeproof.exec.train.stage_boundaries import Boundaries, LeafSpec, form_of, kind_text, specs_of
+from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, form_of, kind_text, specs_of
 from pipeproof.exec.train.torch.block_layers import CutLayers, described_layers, layers_of
 from pipeproof.exec.train.torch.boundary_inference import StageRun, meta_leaves, real_tensor, run_stage, unchanged_state
 from pipeproof.exec.train.torch.data_parallel import Replicas
@@ -260,8 +260,9 @@ class StageDescriber:
         unused = _unused_outputs(entries)
         boundaries = {
             n: Boundaries(
-                forms[n - 1] if n else None, forms[n], specs[n][0],
+                self.edges.input_form(n, forms[n - 1], len(specs[n - 1][0])) if n else None, forms[n], specs[n][0],
                 tuple(specs[n][variant] for variant in examples.by_micro_batch), unused[n],
+                len(self.edges.direct(n, makes=False)),
             )
             for n in entries
         }  # fmt: skip
@@ -286,6 +287,7 @@ class StageDescriber:
             "rows": before.get("rows"),
             "times": [None, None],
             "uses": None,
+            "num_direct": 0,
         }
         if not examples.distinct:
             entry["layers"] = described_layers(number, module, layers)
@@ -312,8 +314,11 @@ class StageDescriber:
             every = [times[variant] for variant in examples.by_micro_batch] or times
             entry["times"] = [round(fmean(each), 3) for each in zip(*every, strict=True)]
         entry["out"] = [[[list(spec.shape), spec.dtype, spec.has_gradient] for spec in each.leaves] for each in runs]
+        entry["num_direct"], entry["direct"] = self._direct(number, before, entry["out"])
         if number:
-            entry["uses"] = _uses(runs, len(before["out"][0]), form_of(before).keys)
+            form, leaves = self._input(number, before, 0)
+            entry["uses"] = _uses(runs, len(leaves), form.keys)
+            self._require_used(number, entry["uses"], leaves)
         if any(each.form != run.form for each in runs):
             raise PipelineError(f"stage {number} returns another structure for another length of the sequences")
         if not is_last:
@@ -331,7 +336,8 @@ class StageDescriber:
         for variant, (args, by_stage) in enumerate(examples.distinct):
             kwargs = dict(by_stage.get(number, {}))
             if number:
-                form, leaves = form_of(before), meta_leaves(specs_of(before["out"][variant]))
+                form, specs = self._input(number, before, variant)
+                leaves = meta_leaves(specs)
                 args, named = form.arguments(leaves)
                 names = self.contract.keywords.bound(number, form, len(leaves))
                 kwargs = {name: value for name, value in kwargs.items() if name not in names} | named
@@ -339,6 +345,30 @@ class StageDescriber:
             if self.profile:
                 times.append(time_stage(number, module, args, kwargs, self.device))
         return runs, times
+
+    def _direct(
+        self, number: int, before: Mapping[str, Any], out: Sequence[Sequence[Any]]
+    ) -> tuple[int, dict[str, list[Any]]]:
+        """The number of direct edges that a stage makes, and the tensors of all up to it, by name and example."""
+        made = self.edges.direct(number, makes=True)
+        tensors = zip(*([*each[len(each) - len(made) :]] for each in out), strict=True)
+        return len(made), {**before.get("direct", {}), **dict(zip(made, map(list, tensors), strict=True))}
+
+    def _input(self, number: int, before: Mapping[str, Any], variant: int) -> tuple[Form, tuple[LeafSpec, ...]]:
+        """The structure and the tensors of a stage's input, after the stage before it."""
+        out, used = before["out"][variant], self.edges.direct(number, makes=False)
+        crossing = out[: len(out) - before["num_direct"]]
+        form = self.edges.input_form(number, form_of(before), len(out))
+        return form, specs_of([*crossing, *(before["direct"][name][variant] for name in used)])
+
+    def _require_used(self, number: int, uses: Sequence[Sequence[int]] | None, leaves: Sequence[LeafSpec]) -> None:
+        """Refuse a stage that does not use a direct edge, to whose producer it owes a gradient."""
+        names = self.edges.direct(number, makes=False)
+        for position, name in enumerate(names, len(leaves) - len(names)):
+            if uses is not None and leaves[position].has_gradient and not any(position in used for used in uses):
+                raise PipelineError(
+                    f"no gradient of stage {number} reaches the edge {name!r}: leave it out of its consumers"
+                )
 
     def _seen_layers(
         self, number: int, layers: CutLayers | None, runs: Sequence[StageRun], num_rows: int, lengths: Sequence[int]
@@ -392,7 +422,7 @@ def _described(
     """
     *inner, last = entry["layers"]
     every = plan_entries(outputs, num_rows, lengths, number)
-    leaving = edges.before(number + 1)
+    leaving = edges.before(number + 1) + edges.direct(number, makes=True)
     own = every[: len(every) - len(leaving)]
     made = {name: out for name, out in zip(leaving, every[len(own) :], strict=True) if edges.edges[name][0] == number}
     forward_us, backward_us = entry["times"]
@@ -430,7 +460,8 @@ def _unused_outputs(entries: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple
     """Outputs of each stage that get no gradient, because no stage after it uses them for what has one."""
     unused: dict[int, tuple[int, ...]] = {len(entries) - 1: ()}
     for number in reversed(range(1, len(entries))):
-        num_outputs, uses = len(entries[number - 1]["out"][0]), entries[number]["uses"]
+        before, uses = entries[number - 1], entries[number]["uses"]
+        num_outputs = len(before["out"][0]) - before["num_direct"]
         is_used = set(range(num_outputs))
         if uses is not None:
             is_used = {position for n, used in enumerate(uses) if n not in unused[number] for position in used}

@@ -117,7 +117,8 @@ class StageKeywords:
         """The same signatures, with the boundaries of all stages."""
         bound = [frozenset[str]()]
         for number in range(1, len(self._signatures)):
-            form = boundaries[number - 1].output_form
+            form = boundaries[number].input_form
+            assert form is not None
             bound.append(self.bound(number, form, len(boundaries[number - 1].outputs)))
         return StageKeywords(self._signatures, bound, has_loss_fn=self._has_loss_fn)
 

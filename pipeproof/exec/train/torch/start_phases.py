@@ -205,7 +205,7 @@ def place(
     layouts = agreement.gather("modules", own_layouts)
     agreement.gather("tied weights", lambda: require_same_layouts(tied, layouts))
     edges = agreement.gather("edges", lambda: StageEdges.of(settings.edges, skeleton, layers).edges)
-    around = StageEdges({name: (producer, tuple(users)) for name, (producer, users) in edges[0].items()})
+    around = StageEdges({name: (producer, tuple(users), route) for name, (producer, users, route) in edges[0].items()})
     replicas = {number: Replicas(number, module, shards, around.wrapped) for number, module in own.items()}
     agreement.gather("split", lambda: _require_splittable(replicas, settings.split))
     modules = {number: each.call() for number, each in replicas.items()}
