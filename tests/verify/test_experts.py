@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,10 @@ from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind, child_of
 from pipeproof.specs.axis_layout import INVARIANT
+from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers.layer_operations import layer_operations
+from pipeproof.stages.describe.layers.operations import VISITS, Elementwise, Product, RankSizes
 from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
 from tests.verify.programs import codes
@@ -163,6 +167,27 @@ def test_experts_over_tp_need_no_exchange_and_are_whole(moe, sequence_parallel):
     assert [str(row.op) for row in one.graph.rows()[0]] == [str(row.op) for row in split.graph.rows()[0]]
     weights = [p for layer in one.plan.layers for p in layer.parameters if ".experts." in p.name]
     assert {(p.tp.dim, p.ep.dim, p.local_shape({"tp": 2, "ep": 1})[0]) for p in weights} == {(0, None, 2)}
+
+
+def test_whole_experts_are_the_same_work_for_fewer_moved_tokens():
+    """Products and activations have half of the rows and twice the columns; tokens are moved for half of the visits."""
+
+    def sizes_of(one, operation):
+        sizes = RankSizes(one.plan.spec, "layer.1", MicroBatchSize(8, 2))
+        if isinstance(operation, Product):
+            inner, columns, _ = sizes.product(operation)
+            return sizes.rows(operation.rows) * inner * columns
+        return sizes.rows(operation.rows) * sizes.elements(operation)
+
+    whole, split = (experts(ep=1, tp=2, experts_over_tp=over) for over in (True, False))
+    operations = {
+        one.name: (sizes_of(whole, one), sizes_of(split, one))
+        for one in layer_operations(whole.plan.spec.gpt, "layer.1")
+        if isinstance(one, Product | Elementwise) and one.rows == VISITS
+    }
+    ratios = {name: ours / theirs for name, (ours, theirs) in operations.items()}
+    assert ratios.pop("mlp.permute") == ratios.pop("mlp.unpermute") == Fraction(1, 2)
+    assert ratios == {f"mlp.experts.{name}": 1 for name in ("gate_up", "swiglu", "down")}
 
 
 def test_inner_sizes_of_whole_experts_need_not_divide():
