@@ -1,4 +1,7 @@
-"""Plans of ``results/reshard-matrix.md``: two models on up to thirteen topologies, with the same training on each."""
+"""Plans of ``results/reshard-matrix.md``: two models on up to thirteen topologies, and eight with their experts.
+
+All plans of a model have the same training.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "dense": _DENSE,
         "experts": {**_DENSE, "moe": _EXPERTS, "mtp": {"num_modules": 1}},
+        "flex": {**_DENSE, "moe": _EXPERTS, "mtp": {"num_modules": 1}},
     }
 )
 _SHARDED = {"memory": {"shard_optimizer": "dp"}}
+_OVER_TP = {"tp": 2, "sequence_parallel": True, "experts_over_tp": True}
 _TOPOLOGIES: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "dp2": {"topology": {"dp": 2}},
@@ -42,13 +47,20 @@ _TOPOLOGIES: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "tp2+pp2": {"topology": {"tp": 2, "pp": 2, "sequence_parallel": True}},
         "ep2+tp2": {"topology": {"ep": 2, "tp": 2}},
         "ep2+pp2": {"topology": {"ep": 2, "pp": 2}},
+        "tp2(ep2)": {"topology": _OVER_TP},
+        "sd2+tp2(ep2)": {"topology": {**_OVER_TP, "dp": 2}, **_SHARDED},
+        "tp2(ep2)+pp2": {"topology": {**_OVER_TP, "pp": 2}},
     }
 )
+_OF_FLEX = ("dp2", "sd2", "tp2", "pp2", "ep2", "tp2(ep2)", "sd2+tp2(ep2)", "tp2(ep2)+pp2")
+"""The rows and columns of the two matrices of FlexCheckpoint."""
 
 
 def topologies(model: str) -> tuple[str, ...]:
     """Names of the topologies that can train the model: ``ep`` needs experts."""
-    return tuple(name for name in _TOPOLOGIES if model == "experts" or not name.startswith("ep"))
+    if model == "flex":
+        return _OF_FLEX
+    return tuple(name for name in _TOPOLOGIES if "(" not in name and (model == "experts" or "ep" not in name))
 
 
 def plan_of(model: str, topology: str) -> dict[str, Any]:
