@@ -116,7 +116,9 @@ def train(directory, fault="", steps=2, names=("*",)):
             weight.set_value(
                 value.T if weight.shape != [*value.shape] or ("attn.out" in name and value.ndim == 2) else value
             )
-    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    clip = nn.ClipGradByGlobalNorm(0.5) if fault == "clip" else None
+    rate = 0.2 if fault == "rate" else 0.1
+    optimizer = paddle.optimizer.SGD(rate, parameters=model.parameters(), grad_clip=clip)
     with pipeproof.paddle.record_layers(model, directory, names=names):
         for step in range(steps):
             for micro_batch in range(MICRO_BATCHES):

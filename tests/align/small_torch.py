@@ -112,7 +112,7 @@ def train(directory, fault="", steps=2, names=("*",)):
         for name, value in weights().items():
             weight = dict(model.named_parameters())[name]
             weight.copy_(torch.from_numpy(value))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if fault == "rate" else 0.1)
     with pipeproof.torch.record_layers(model, directory, names=names):
         for step in range(steps):
             for micro_batch in range(MICRO_BATCHES):
@@ -124,5 +124,7 @@ def train(directory, fault="", steps=2, names=("*",)):
             if fault == "scale":
                 for weight in model.parameters():
                     weight.grad /= MICRO_BATCHES
+            if fault == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()

@@ -64,10 +64,13 @@ B16 = (X.view(np.uint32) & 0xFFFF0000).view("f4")
 
 CAUSES = {
     "a root": (X * np.float32(3**0.5), X, "scale", "the root of 3 of B's"),
+    "any factor": (X * np.float32(0.7183), X, "scale", "128 elements of A that are not zero are 0.7183 of B's"),
+    "an addend of another scale": (X + 0.5 * U, X + 1.2 * U, "residual", "is -0.7 times the output of u"),
     "a norm of the root mean square": (rms(BIG), BIG, "norm", "rows of A are those of B after a RMSNorm"),
     "a layer norm on the other side": (BIG, layer_norm(BIG), "norm", "rows of B are those of A after a LayerNorm"),
     "dropout of other elements": (X * KEPT[0] / 0.8, X * KEPT[1] / 0.8, "dropout", "another random stream"),
     "dropout on one side": ((X * KEPT[0] / 0.8).astype("f4"), X, "dropout", "A is 1.25 of B"),
+    "tokens that do not count": (X * (np.arange(4) < 3)[:, None] * 1.3, X, "computation", "a loss's mask"),
     "a cast on one side": (B16, X, "cast", "all numbers of A are bfloat16's"),
     "a cast at another place": (B16, ((X * 1.0001).view(np.uint32) & 0xFFFF0000).view("f4"), "cast", "both sides"),
     "half precision": (X, X.astype("f2").astype("f4"), "cast", "all numbers of B are float16's"),
@@ -92,7 +95,7 @@ NEAR = {
     "zeros with other values": (X * KEPT[0], U * KEPT[1]),
     "coarse numbers far apart": (B16, U),
     "pairs of other lengths": (rotated(U, 0.3) * np.float32(1.01), rotated(U, 0.3, halves=False)),
-    "a residual that is larger": (X, X + 1.001 * U),
+    "a factor that not all have": (X * np.where(X > 0, 1.5, 1.7), X),
     "no residual of these": (X + U, X + 2.5 * V),
 }
 

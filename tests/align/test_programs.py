@@ -75,6 +75,27 @@ def test_nothing_of_a_recorder_remains_on_paddle(tmp_path):
     assert not any(each._forward_pre_hooks or each._forward_post_hooks for each in model.sublayers(include_self=True))
 
 
+@pytest.mark.parametrize("framework", TRAINERS)
+def test_another_rate_of_the_optimizer_is_named(correct, tmp_path, framework):
+    TRAINERS[framework](tmp_path / "fault", "rate")
+    found = align(tmp_path / "fault", correct[({*TRAINERS} - {framework}).pop()], ROUNDING)
+    first = found.tensors.first
+    assert (first.a.step, first.a.micro_batch, first.a.kind) == (1, 0, "embed, forward output")
+    assert first.operation.name == "the optimizer, which wrote the weights of embed"
+    assert first.cause.family == "optimizer"
+
+
+def test_clipped_gradients_are_those_that_the_optimizer_reads(correct, tmp_path):
+    """Paddle clips inside of a step, PyTorch before it; where one side does not clip, all gradients have one ratio."""
+    for framework, train in TRAINERS.items():
+        train(tmp_path / framework, "clip")
+    assert align(tmp_path / "paddle", tmp_path / "torch", ROUNDING).equal
+    first = align(tmp_path / "paddle", correct["torch"], ROUNDING).tensors.first
+    assert (first.a.step, first.a.kind, first.cause.family) == (0, "gradient of head.weight", "scale")
+    assert "28 of 28 weights have that ratio, as by the loss's scale" in first.cause.evidence
+    assert first.cause.evidence.endswith("or clipping on one side only")
+
+
 FAULTS = [
     # fault, framework with it, the first tensor that differs, the operation, the cause
     ("loss", "paddle", "whole, backward input", "the code of whole, or the loss", "scale", "are 2 of B's"),

@@ -198,6 +198,8 @@ class TensorComparison:
         self._is_program = "program" in (a.header.who, b.header.who)
         self._noise = 0.0
         """Largest relative distance so far that was called rounding: later tensors are made of such ones."""
+        self._trained: set[str] = set()
+        """B's layers that had gradients of weights in the step before, all of it equal."""
         self.found = TensorAlignment()
 
     def put(self, a: RecordedStep, b: RecordedStep) -> None:
@@ -219,7 +221,9 @@ class TensorComparison:
         checked = [self._checked(pair, surroundings) for pair in paired.pairs]
         differing = [each for each in checked if self._differs(each)]
         if differing and found.first is None:
-            found.first, found.before = self._located(differing[0], checked, surroundings)
+            located, found.before = self._located(differing[0], checked, surroundings)
+            found.first = _by_optimizer(located) if located.b.layer in self._trained else located
+        self._trained = {each.pair[1].recorded.layer for each in checked if each.pair[1].recorded.parameter}
         found.num_compared += len(checked)
         found.num_differing += len(differing)
         found.num_rounding += sum(each.verdict is Verdict.ROUNDING for each in checked)
@@ -343,6 +347,21 @@ class TensorComparison:
         return replace(blank, ulps=max_ulps(p, q), relative=max_relative(p, q), place=_place(p, q), cause=cause)
 
 
+def _by_optimizer(found: TensorDifference) -> TensorDifference:
+    """The difference; where a layer with trained weights makes it in the forward after a step, by the optimizer."""
+    tensor, cause, operation = found.b, found.cause, found.operation
+    is_made_here = operation.are_inputs_equal if operation else cause.family is Family.COMPUTATION
+    known = cause.family not in (Family.COMPUTATION, Family.SCALE)
+    if known or not is_made_here or (tensor.direction, tensor.side, tensor.parameter) != ("forward", "output", ""):
+        return found
+    named = operation and replace(operation, name=f"the optimizer, which wrote the weights of {operation.name}")
+    evidence = (
+        f"all of the step before was equal, gradients included, and since then only the weights of {tensor.layer} have "
+        f"changed: by other settings of the optimizer, or not at all; {cause.evidence}"
+    )
+    return replace(found, operation=named, cause=Cause(Family.OPTIMIZER, evidence))
+
+
 def _weights_scaled(checked: Sequence[CheckedPair]) -> str:
     """Number of weights' gradients whose norms have the ratio of the first one that differs."""
     pairs = [each.pair for each in checked if each.pair[0].recorded.parameter]
@@ -350,7 +369,8 @@ def _weights_scaled(checked: Sequence[CheckedPair]) -> str:
     ratios = [x / y for x, y in norms if y > 0.0 and math.isfinite(x)]
     first = next((ratio for ratio in ratios if abs(ratio - 1.0) > _NORM_ROUNDING), 1.0)
     same = sum(abs(ratio / first - 1.0) <= _NORM_ROUNDING for ratio in ratios)
-    return f"the gradients of {same} of {len(ratios)} weights have that ratio"
+    everywhere = ", as by the loss's scale, a mean over micro-batches or ranks, or clipping on one side only"
+    return f"the gradients of {same} of {len(ratios)} weights have that ratio{everywhere * (same == len(ratios) > 1)}"
 
 
 _NORM_ROUNDING = 1e-4

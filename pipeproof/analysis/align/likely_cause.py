@@ -37,6 +37,7 @@ class Family(StrEnum):
     NORM = "norm"
     DROPOUT = "dropout"
     CAST = "cast"
+    OPTIMIZER = "optimizer"
     COMPUTATION = "computation"
     UNKNOWN = "unknown"
 
@@ -178,7 +179,7 @@ def _permutation(x: Array, y: Array) -> list[int] | None:
 
 
 def _scale(x: Array, y: Array) -> Cause | None:
-    """One rational factor for all elements."""
+    """One factor for all elements: rational, the root of a rational one, or any."""
     nonzero = y != 0
     if not nonzero.any() or np.count_nonzero(x[~nonzero]):
         return None
@@ -190,14 +191,18 @@ def _scale(x: Array, y: Array) -> Cause | None:
             continue
         error = max_relative(wide, math.copysign(abs(float(factor)) ** (1 / power), ratio) * base)
         if error <= ROUNDINGS * _eps(x):
+            words = f"{factor}" if power == 1 else f"the root of {factor}"
             break
     else:
-        return None
+        error, words = max_relative(wide, ratio * base), f"{ratio:.7g}"
+        is_rounding = abs(ratio - 1.0) <= ROUNDINGS * _eps(x)
+        if is_rounding or ratio == 0.0 or error > ROUNDINGS * _eps(x) or np.count_nonzero(nonzero) < _LEAST_COUNT:
+            return None
     exactly = "exactly" if error == 0.0 else f"to within {error:.1g} of the largest element"
+    mean = _of_mean(Fraction(words), x.shape) if words[0] != "t" else ""
     return Cause(
         Family.SCALE,
-        f"all {int(nonzero.sum())} elements of A that are not zero are {'the root of ' * (power - 1)}{factor} of B's, "
-        f"{exactly}{_of_mean(factor, x.shape)}",
+        f"all {int(nonzero.sum())} elements of A that are not zero are {words} of B's, {exactly}{mean}",
     )
 
 
@@ -262,8 +267,13 @@ def _dropout(x: Array, y: Array) -> Cause | None:
     ratio = float(np.median(x[kept].astype(np.float64) / y[kept]))
     if max_relative(x[kept], ratio * y[kept].astype(np.float64)) > ROUNDINGS * _eps(x):
         return None
-    evidence = f"{lost_a} elements are zero only in A and {lost_b} only in B; where both have one, A is"
-    return Cause(Family.DROPOUT, f"{evidence} {ratio:.4g} of B: another random stream, or none")
+    evidence = (
+        f"{lost_a} elements are zero only in A and {lost_b} only in B; where both have one, A is {ratio:.4g} of B"
+    )
+    lost = ((x == 0) != (y == 0)).reshape(-1, x.shape[-1])
+    if x.shape[-1] > 1 and (lost.any(axis=1) == lost.all(axis=1)).all():
+        return Cause(Family.COMPUTATION, f"{evidence}: whole rows, of tokens that a loss's mask leaves out")
+    return Cause(Family.DROPOUT, f"{evidence}: another random stream, or none")
 
 
 _COARSE = {"bfloat16": 8, "float16": 11}
@@ -377,9 +387,12 @@ def _residual(x: Array, y: Array, recorded: Recorded, around: Surroundings) -> C
 
     near = [(name, one.astype(np.float64).reshape(x.shape)) for name, one in around.alike(recorded)]
     for name, one in near:
+        factor = float(np.vdot(one, difference) / (np.vdot(one, one) or 1.0))
         for sign, side in ((1, "B"), (-1, "A")):
             if explains(sign * one):
                 return Cause(Family.RESIDUAL, f"the difference is {name}, which {side} does not add")
+        if explains(factor * one):
+            return Cause(Family.RESIDUAL, f"the difference is {factor:.6g} times {name}: A and B scale it otherwise")
         for words, moved in _transposed(one):
             for sign, side in ((1, "A"), (-1, "B")):
                 if explains(sign * (moved - one)):

@@ -35,7 +35,10 @@ def operation_of(first: Recorded, recorded: Sequence[Recorded], is_equal: Mappin
         what = f"{layer}" if first.direction == "forward" else f"the backward of {layer}"
         own = ", in its own code, after the modules in it" if inner and first.direction == "forward" else ""
         return Operation(f"{what}{own}", _all(reads, is_equal))
-    parent = first.layer.rpartition(".")[0] or _WHOLE
+    parent = first.layer.rpartition(".")[0]
+    while parent and not any(t.layer == parent for t in recorded):  # a list of modules is never called
+        parent = parent.rpartition(".")[0]
+    parent = parent or _WHOLE
     if first.direction == "forward":
         return Operation(f"the code of {parent} before it calls {layer}", _before(first, recorded, is_equal))
     return Operation(

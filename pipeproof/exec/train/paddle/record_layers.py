@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import paddle
 from paddle import nn
+from paddle.nn.clip import ClipGradBase
 
 from pipeproof.analysis.align.array_digests import Array
 from pipeproof.analysis.align.record_format import WIDE, Layout
@@ -53,12 +54,13 @@ def record_layers(
     kept = Kept(tuple(names), largest)
     header = program_header("paddle", "float32" if first is None else _dtype(first), layers, kept)
     recorder = LayerRecorder(Path(directory), header, rank, PaddleTensors(), kept)
+    clipped: dict[int, Any] = {}
 
     def end_step() -> None:
         recorder.finish(
             WeightGradient(name, layer, gradient, _parameter_layout(weight), _is_linear(name, module))
             for name, layer, weight, module in reversed(parameters.values())
-            if (gradient := gradient_of(weight)) is not None
+            if (gradient := clipped.pop(id(weight), gradient_of(weight))) is not None
         )
 
     with ExitStack() as stack:
@@ -66,6 +68,7 @@ def record_layers(
             _hook(stack, recorder, name, layer)
         for each in _optimizers(paddle.optimizer.Optimizer):
             stack.enter_context(patch.object(each, "step", _ending(vars(each)["step"], end_step)))
+        stack.enter_context(patch.object(ClipGradBase, "__call__", _keeping(ClipGradBase.__call__, clipped)))
         stack.callback(recorder.forget)
         stack.enter_context(patch.object(paddle.Tensor, "backward", _recorded_backward(recorder)))
         yield end_step
@@ -106,10 +109,22 @@ def _optimizers(base: type) -> Iterator[type]:
 
 def _ending(original: Callable[..., Any], end_step: Callable[[], None]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        end_step()
-        return original(self, *args, **kwargs)
+        if self._grad_clip is None:
+            end_step()
+        found = original(self, *args, **kwargs)
+        end_step()  # with clipped gradients, as the optimizer reads them; else nothing has run since
+        return found
 
     return step
+
+
+def _keeping(original: Callable[..., Any], clipped: dict[int, Any]) -> Callable[..., Any]:
+    def clip(self: Any, gradients: Any) -> Any:
+        found = original(self, gradients)
+        clipped.update((id(weight), gradient) for weight, gradient in found)
+        return found
+
+    return clip
 
 
 def _recorded_backward(recorder: LayerRecorder) -> Callable[..., None]:
