@@ -48,6 +48,9 @@ FEATURES = {
     },
     "experts": {"model": {"moe": _MOE}},
     "losses of routers": {"model": {"moe": {**_MOE, "score": "sigmoid", "aux_loss": 0.1, "z_loss": 0.01}}},
+    "router in float64": {
+        "model": {"moe": {**_MOE, "aux_loss": 0.1, "expert_bias_rate": 0.003, "router_dtype": "float64"}}
+    },
     "biases of experts": {"model": {"moe": {**_MOE, "expert_bias_rate": 0.003}}},
     "experts by all-gather": {"model": {"moe": {**_MOE, "dispatcher": "all_gather"}}},
     "experts by token id": {

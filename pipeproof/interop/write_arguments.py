@@ -182,6 +182,7 @@ def _launched(spec: PlanSpec) -> dict[str, Any]:
     data["schedule"].pop("framework")  # only `tune` reads it
     data["stages"] = [list(names) for names in stage_layers(spec)]
     model = data["model"]
+    (model["moe"] or {}).pop("combine", None)  # an order of sums, for which nobody has a flag
     if model["dropout"] is None:
         model["dropout"] = {"embedding": 0.0, "attention": 0.0, "hidden": 0.0}
     return data
@@ -307,6 +308,8 @@ def _experts(spec: PlanSpec) -> Iterator[Sequence[str]]:
         yield "--moe-shared-expert-intermediate-size", str(moe.num_shared_experts * moe.ffn_size)
     if moe.dense_layers:
         yield "--moe-layer-freq", f"([0]*{moe.dense_layers}+[1]*{spec.gpt.num_layers - moe.dense_layers})"
+    if moe.router_dtype is not None:
+        yield "--moe-router-dtype", moe.router_dtype.replace("float", "fp")
     if moe.score != "softmax":
         yield "--moe-router-score-function", moe.score
     if moe.routed_scale != 1.0:

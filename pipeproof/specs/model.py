@@ -74,7 +74,13 @@ class MoeSpec(Section):
         default="choice",
         description="Order in which the outputs of a token's experts are added, and their gradients. `choice`: best "
         "first, on PyTorch in one kernel with an order of its own. `expert`: one after another by the experts' "
-        "numbers, as programs do that sort rows by expert; outputs of 16 bits are added in float32.",
+        "numbers, as programs do that sort rows by expert; those of 16 bits are added in float32.",
+    )
+    router_dtype: Literal["float32", "float64"] | None = Field(
+        default=None,
+        description="Type of the router's product, its gradients, the scores and weights, and experts' outputs times "
+        "weights, if it is wider than that of the run. Gradients, and the sums of outputs, are rounded to the usual "
+        "types. Megatron-LM's `--moe-router-dtype`.",
     )
     aux_loss: float = Field(
         default=0.0,
@@ -443,7 +449,11 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
     later: tuple[tuple[dict[str, Any] | None, type[Section], Sequence[str]], ...] = (
         (content, type(model), (*PART_KEYS, "swiglu_formula", "compressed_attention")),
         (content.get("compressed_attention"), CompressedAttentionSpec, ("rope_scaling", "documents")),
-        (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "hash_tables", "routed_scale", "combine")),
+        (
+            content.get("moe"),
+            MoeSpec,
+            ("dispatcher", "hash_layers", "hash_tables", "routed_scale", "combine", "router_dtype"),
+        ),
         (content.get("mtp"), MtpSpec, ("embedding", "reads")),
         (content.get("hyper_connections"), HyperConnectionsSpec, _LATER_OF_STREAMS),
     )

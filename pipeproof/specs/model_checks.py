@@ -109,7 +109,7 @@ def _check_dispatcher(moe: MoeSpec) -> list[Problem]:
             f"{moe.dispatcher} takes all tokens to all ranks",
             help=f"remove {key}, or use `dispatcher: all_to_all`",
         )
-        for key in ("nodes_per_token", "dispatch_dtype")
+        for key in ("nodes_per_token", "dispatch_dtype", "router_dtype")
         if getattr(moe, key) is not None
     ] + [
         Problem(

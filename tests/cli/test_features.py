@@ -19,6 +19,7 @@ WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
 
 MORE_WORK = {
     "experts", "experts by token id", "experts by all-gather", "losses of routers", "biases of experts",
+    "router in float64",
     "hyper-connections", "hyper-connections of DeepSeek-V4", "MTP", "MTP, magic send", "MTP, own embeddings",
     "MTP after the norm", "dropout", "selective recomputation", "full recomputation", "receives early",
     "norms of heads", "recomputed MLPs", "recomputed experts", "biases", "biases of queries, keys and values",
@@ -33,6 +34,7 @@ LESS_WORK = {
 """Smaller projections with these sizes, no rotation, or no gate. A LayerNorm moves as many bytes as an RMSNorm."""
 MORE_MEMORY = {
     "experts", "experts by token id", "experts by all-gather", "losses of routers", "biases of experts",
+    "router in float64",
     "hyper-connections", "hyper-connections of DeepSeek-V4", "MTP", "MTP, magic send", "MTP, own embeddings",
     "MTP after the norm", "dropout", "main gradients", "empty layers", "norm before the tail", "words that cross",
     "words in one message", "receives early", "slots",

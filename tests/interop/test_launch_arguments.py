@@ -60,6 +60,7 @@ def test_importing_the_arguments_gives_the_plan(name, framework):
         {"dropout": {"hidden": 0.1, "embedding": 0.1, "attention": 0.2}},
         {"vocab_size": 16128, "unpadded_vocab_size": 16100},
         {"head_size": 64, "num_kv_heads": 1},
+        {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 64, "router_dtype": "float32"}},
     ],
 )
 def test_parts_of_a_model_have_flags_of_megatron(parts):

@@ -185,7 +185,8 @@ class Experts(ABC):
         source = source_of(entered)
         if source is not None:
             mark(source, to_router, *to_shared)
-        logits = self._weights.product(to_router, self._weight("router" if router.fixed is None else "hash_router"))
+        weight = self._weight("router" if router.fixed is None else "hash_router")
+        logits = self._weights.product(to_router, weight, dtype=self._moe.router_dtype)
         logits = router.enter(logits.reshape([-1, self._moe.num_experts]))
         tokens = to_experts.reshape([-1, entered.shape[-1]])
         routes = self._visited

@@ -30,8 +30,14 @@ class SplitWeights(Protocol):
     def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
         """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights."""
 
-    def product(self, activation: Tensor, weight: Weight, *, transposed: bool = False) -> Tensor:
-        """``activation @ weight``: [.., K] and [K, M] to [.., M]; transposed, the weight is [M, K]."""
+    def product(
+        self, activation: Tensor, weight: Weight, *, transposed: bool = False, dtype: str | None = None
+    ) -> Tensor:
+        """``activation @ weight``: [.., K] and [K, M] to [.., M]; transposed, the weight is [M, K].
+
+        With a ``dtype`` it and its gradients are computed in the wider of that and the activation's. The gradients are
+        rounded to the types of the activation and of the weight.
+        """
 
     def grouped(self, activation: Tensor, weight: Weight, groups: Any, /) -> Tensor:
         """Multiply each group of rows by its matrix: [V, K] and [E, K, M] to [V, M]."""

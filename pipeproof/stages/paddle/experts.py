@@ -98,13 +98,13 @@ def _spread(rows: Tensor, order: Indices, num_rows: int) -> Tensor:
 def weighted(results: Tensor, weights: Tensor) -> Tensor:
     """Implement ``Experts``' weighted sum, in the order of the visits."""
     addends = [
-        result * weight.unsqueeze(-1)
+        result.astype(weight.dtype) * weight.unsqueeze(-1)
         for result, weight in zip(paddle.unbind(results, axis=1), paddle.unbind(weights, axis=1), strict=True)
     ]
     total = addends[0]
     for addend in addends[1:]:
         total = total + addend
-    return total
+    return total.astype(results.dtype)
 
 
 class PaddleExperts(common.Experts):

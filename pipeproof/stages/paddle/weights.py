@@ -86,12 +86,11 @@ class SplitWeights:
         collected, self._collected = self._collected, WeightGradients()
         return collected
 
-    def product(self, activation: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
-        """``activation @ weight``: [.., K] and [K, N] to [.., N]; transposed, the weight is [N, K].
-
-        An activation that W gathers again is not kept.
-        """
-        return self.product_each([activation], weight, transposed=transposed)[0]
+    def product(
+        self, activation: Tensor, weight: Tensor, *, transposed: bool = False, dtype: str | None = None
+    ) -> Tensor:
+        """Implement ``common.weights.SplitWeights.product``. An activation that W gathers again is not kept."""
+        return self.product_each([activation], weight, transposed=transposed, dtype=dtype)[0]
 
     def scaled(self, activation: Tensor, weight: Tensor) -> Tensor:
         """``activation * weight``, element by element along the last dim: [.., K] and [K] to [.., K]."""
@@ -159,21 +158,25 @@ class SplitWeights:
         """The weight as a constant."""
         return self._rounded(weight).detach()
 
-    def product_each(self, activations: Sequence[Tensor], weight: Tensor, *, transposed: bool = False) -> list[Tensor]:
+    def product_each(
+        self, activations: Sequence[Tensor], weight: Tensor, *, transposed: bool = False, dtype: str | None = None
+    ) -> list[Tensor]:
         """``product`` of each activation. The weight's gradient adds those of the products in order."""
         sources = [source_of(activation) for activation in activations]
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
             products = []
             for x, copy, source in zip(xs, copies(self._rounded(weight), len(xs)), sources, strict=True):
-                value = partial(paddle.matmul, y=copy, transpose_y=transposed)
+                value = partial(_product, weight=copy, transposed=transposed, dtype=dtype)
                 products.append(value(x) if source is None else source.without_keeping(value)(x))
             return products
 
         return used_on_each(
             activations,
             values,
-            lambda gradient: paddle.matmul(gradient, self._rounded(weight), transpose_y=not transposed),
+            lambda gradient: _product(gradient, self._rounded(weight), not transposed, dtype).astype(
+                activations[0].dtype
+            ),
             self._defer,
         )
 
@@ -218,6 +221,15 @@ class SplitWeights:
 
     def _defer(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         self._collected.defer(values, gradients)
+
+
+def _product(x: Tensor, weight: Tensor, transposed: bool, dtype: str | None) -> Tensor:
+    return paddle.matmul(widened(x, dtype), widened(weight, dtype), transpose_y=transposed)
+
+
+def widened(tensor: Tensor, dtype: str | None) -> Tensor:
+    """A tensor of float32 or float64 in float64 if that is ``dtype``."""
+    return tensor.astype(dtype) if dtype == "float64" else tensor
 
 
 class BorrowedWeight:

@@ -64,6 +64,11 @@ def route(
     return Routing(experts, gains.split(moe.top_k, axis=-1))
 
 
+def in_router_type(tensor: Tensor, moe: MoeSpec) -> Tensor:
+    """A factor of a router's product, which Paddle has in float32 or float64, in the type of the product."""
+    return tensor.astype("float64") if moe.router_dtype == "float64" else tensor
+
+
 def _scores(logits: Tensor, moe: MoeSpec) -> Tensor:
     if moe.score == "softmax":
         return F.softmax(logits, axis=-1)
@@ -127,8 +132,8 @@ def mixture(
     results = []
     for rank_output, routing, x in zip(back, routings, inputs, strict=True):
         choices = rank_output.reshape([-1, top_k, hidden]).unbind(1)
-        addends = [y * gain for y, gain in zip(choices, routing.gains, strict=True)]
-        results.append(add(addends).reshape(x.shape))
+        addends = [y.astype(gain.dtype) * gain for y, gain in zip(choices, routing.gains, strict=True)]
+        results.append(add(addends).astype(x.dtype).reshape(x.shape))
     return results
 
 

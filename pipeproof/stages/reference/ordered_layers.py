@@ -20,7 +20,14 @@ from pipeproof.stages.describe.layer import attention_of
 from pipeproof.stages.describe.mtp_streams import embeds_again, has_own_embedding, num_modules
 from pipeproof.stages.describe.synthetic import Batch, DropoutSite
 from pipeproof.stages.reference.compressed_attention import CompressedMath
-from pipeproof.stages.reference.experts import Routers, Routing, gathered_mixture, mixture, without_biases
+from pipeproof.stages.reference.experts import (
+    Routers,
+    Routing,
+    gathered_mixture,
+    in_router_type,
+    mixture,
+    without_biases,
+)
 from pipeproof.stages.reference.layer_math import DropoutRng, Heads, LayerMath, bias_of
 from pipeproof.stages.reference.sharded_tensors import (
     Copies,
@@ -325,7 +332,8 @@ class OrderedLayers(OrderedWeights):
             router, ids = f"{name}.router.weight", None
             if f"{name}.hash_router.weight" in self.weights:
                 router, ids = f"{name}.hash_router.weight", self.token_ids[self.rank]
-            logits = products(inputs[0], self.used[router])
+            factors = inputs[0], self.used[router]
+            logits = products(*([in_router_type(shard, moe) for shard in shards] for shards in factors))
             return [
                 self.routers.routes(x, name, num_readers, counts=shard == 0, token_ids=ids)
                 for shard, x in enumerate(logits)

@@ -356,11 +356,11 @@ class TorchUnpartitionedModel:
         router, fixed = f"{name}.router.weight", None
         if f"{name}.hash_router.weight" in self.weights.main:
             router, fixed = f"{name}.hash_router.weight", self._tables[name][self.token_ids.flatten()]
-        logits = self.weights.product(for_router, router)
+        logits = self.weights.product(for_router, router, moe.router_dtype)
         chosen, gains = self.routers.route(logits, name, 0 if self.sequence_first else 1, fixed)
         tokens, in_order = for_experts.reshape(-1, x.shape[-1]), moe.combine == "expert"
         visitors = (
-            torch.stack(copies(tokens, moe.top_k), 1).flatten(0, 1)
+            torch.stack(copies(tokens.to(_wide(tokens)), moe.top_k), 1).flatten(0, 1).to(tokens.dtype)
             if in_order
             else tokens.repeat_interleave(moe.top_k, 0)
         )
@@ -368,7 +368,8 @@ class TorchUnpartitionedModel:
         sizes = torch.bincount(chosen.flatten(), minlength=moe.num_experts).tolist()
         output = self.expert_mlps(_PermuteRows.apply(visitors, order), sizes, name)
         back = _PermuteRows.apply(output, torch.argsort(order)).reshape(*chosen.shape, -1)
-        y = (_sum_of_visits(back, gains) if in_order else (back * gains.unsqueeze(-1)).sum(1)).reshape(x.shape)
+        y = _sum_of_visits(back, gains) if in_order else (back * gains.unsqueeze(-1)).sum(1)
+        y = y.to(x.dtype).reshape(x.shape)
         return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
 
     def expert_mlps(self, rows: Tensor, sizes: Sequence[int], name: str) -> Tensor:
@@ -400,9 +401,13 @@ class TorchUnpartitionedModel:
         return gate * torch.sigmoid(gate * 1.702) * (up + 1.0)
 
 
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+
+
 def _sum_of_visits(outputs: Tensor, gains: Tensor) -> Tensor:
     """The weighted sum [N, H] of [N, k, H], one after another; 16-bit types in float32."""
-    wide = torch.float32 if outputs.dtype in (torch.bfloat16, torch.float16) else outputs.dtype
+    wide = _wide(outputs)
     total = outputs[:, 0].to(wide) * gains[:, :1].to(wide)
     for visit in range(1, outputs.shape[1]):
         total = total + outputs[:, visit].to(wide) * gains[:, visit : visit + 1].to(wide)

@@ -54,10 +54,11 @@ class WholeWeights:
         """A weight in the type of the model, with a gradient."""
         return self.main[name].to(self._dtype)
 
-    def product(self, x: Tensor, name: str) -> Tensor:
-        """``x @ weight``: [.., K] to [.., M]."""
+    def product(self, x: Tensor, name: str, dtype: str | None = None) -> Tensor:
+        """``x @ weight``: [.., K] to [.., M]; with a wider ``dtype`` in that, and so its gradients, before rounding."""
         weight = self.main[name]
-        return _Product.apply(x, weight.detach(), weight.grad)
+        wide = x.dtype if dtype is None else torch.promote_types(x.dtype, getattr(torch, dtype))
+        return _Product.apply(x, weight.detach(), weight.grad, wide)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """``product`` with the weight of that name, plus the bias if the model has it."""
@@ -77,11 +78,11 @@ class WholeWeights:
         if x.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:]) and hasattr(F, "grouped_mm"):
             return _ExpertProducts.apply(x, weight.detach().to(x.dtype), weight.grad, sizes)
         parts = zip(x.split(list(sizes)), weight.detach(), weight.grad, strict=True)
-        return torch.cat([_Product.apply(*part) for part in parts])
+        return torch.cat([_Product.apply(*part, x.dtype) for part in parts])
 
     def tied_product(self, x: Tensor, layer: str) -> Tensor:
         """``x @ embedding^T`` for a layer that borrows the embedding's weight."""
-        return _Product.apply(x, self.main[EMBEDDING].detach().t(), self._buffer(layer).t())
+        return _Product.apply(x, self.main[EMBEDDING].detach().t(), self._buffer(layer).t(), x.dtype)
 
     def rows(self, indices: Tensor, layer: str) -> Tensor:
         """Rows of the embedding, [..] to [.., K]; a layer may have one of its own."""
@@ -100,21 +101,24 @@ class WholeWeights:
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     @staticmethod
-    def forward(ctx: Any, x: Tensor, main: Tensor, buffer: Tensor) -> Tensor:
-        weight, rows = main.to(x.dtype), x.reshape(-1, x.shape[-1])
+    def forward(ctx: Any, x: Tensor, main: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        weight, rows = main.to(x.dtype).to(dtype), x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows, weight)
         ctx.buffer = buffer
-        return (rows @ weight).reshape(*x.shape[:-1], weight.shape[1])
+        return (rows.to(dtype) @ weight).reshape(*x.shape[:-1], weight.shape[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
         buffer, row_gradients = ctx.buffer, gradient.reshape(-1, gradient.shape[-1])
-        input_gradient = (row_gradients @ weight.t()).reshape(*gradient.shape[:-1], weight.shape[0])
+        input_gradient = (row_gradients @ weight.t()).to(rows.dtype).reshape(*gradient.shape[:-1], weight.shape[0])
+        if rows.dtype != row_gradients.dtype:
+            buffer.add_((rows.to(row_gradients.dtype).t() @ row_gradients).to(rows.dtype))
+            return input_gradient, None, None, None
         if not buffer.is_contiguous():  # a transpose: compute the transposed product into the buffer itself
             buffer, rows, row_gradients = buffer.t(), row_gradients, rows
         _add_product(buffer, rows, row_gradients)
-        return input_gradient, None, None
+        return input_gradient, None, None, None
 
 
 def _add_product(buffer: Tensor, rows: Tensor, row_gradients: Tensor) -> None:

@@ -26,7 +26,7 @@ from pipeproof.stages.describe.mtp_streams import num_modules, shifted_batch
 from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
 from pipeproof.stages.reference import streams
 from pipeproof.stages.reference.compressed_attention import CompressedMath
-from pipeproof.stages.reference.experts import Routers, mixture, without_biases
+from pipeproof.stages.reference.experts import Routers, in_router_type, mixture, without_biases
 from pipeproof.stages.reference.layer_math import DropoutRng, LayerMath, linear
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
 from pipeproof.stages.reference.reference_state import InitialState, StepResult, initial_state
@@ -290,7 +290,7 @@ class UnpartitionedModel:
         router, ids = f"{name}.router.weight", None
         if f"{name}.hash_router.weight" in self.weights:
             router, ids = f"{name}.hash_router.weight", self.token_ids
-        logits = paddle.matmul(for_router, self.weights[router])
+        logits = paddle.matmul(*(in_router_type(factor, moe) for factor in (for_router, self.weights[router])))
         routing = self.routers.route(logits, name, sequence_dim=0 if self.sequence_first else 1, token_ids=ids)
         weights = [self.weights[f"{name}.experts.{part}.weight"] for part in ("gate", "up", "down")]
         y = mixture([for_experts], [routing], weights, self.plan.gpt)[0]

@@ -53,7 +53,7 @@ _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def weighted(results: Tensor, weights: Tensor) -> Tensor:
     """Implement ``Experts``' weighted sum, in one kernel."""
-    return (results * weights.unsqueeze(-1)).sum(dim=1)
+    return (results * weights.unsqueeze(-1)).sum(dim=1).to(results.dtype)
 
 
 def weighted_in_order(results: Tensor, weights: Tensor) -> Tensor:
@@ -87,7 +87,8 @@ class TorchExperts(common.Experts):
         order = chosen.flatten().argsort(stable=True)  # by expert, then by token
         back = inverse(order)
         if self._moe.combine == "expert":  # the gradients of a token are added one after another
-            rows = reorder(torch.stack(fork(tokens, chosen.shape[1]), 1).flatten(0, 1), order, back)
+            copies = [each.to(tokens.dtype) for each in fork(OPS.widened(tokens), chosen.shape[1])]
+            rows = reorder(torch.stack(copies, 1).flatten(0, 1), order, back)
         else:
             rows = visits(tokens, order, back)
         outputs = self._swiglu(rows, Groups(counts)) if announced is None else self._exchanged(rows, *announced())

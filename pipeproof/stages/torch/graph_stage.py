@@ -45,7 +45,15 @@ from pipeproof.stages.torch.graph_capture import (
 )
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.stage import TorchStage
-from pipeproof.stages.torch.weights import SplitWeights, View, Weight, WeightGradients, each_column, normalized
+from pipeproof.stages.torch.weights import (
+    SplitWeights,
+    View,
+    Weight,
+    WeightGradients,
+    each_column,
+    normalized,
+    wider_type,
+)
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -67,14 +75,17 @@ class TracedWeights(SplitWeights):
         finally:
             self._leaves = None
 
-    def product(self, activation: Tensor, weight: Weight, *, transposed: bool = False) -> Tensor:
+    def product(
+        self, activation: Tensor, weight: Weight, *, transposed: bool = False, dtype: str | None = None
+    ) -> Tensor:
         """Implement ``SplitWeights.product``."""
         if self._leaves is None:
-            return super().product(activation, weight, transposed=transposed)
-        leaf, source = self._leaves[id(weight)], source_of(activation)
+            return super().product(activation, weight, transposed=transposed, dtype=dtype)
+        wide = wider_type(activation, dtype)
+        leaf, source = self._leaves[id(weight)].to(wide), source_of(activation)
         if source is not None:
             return _RegatheredProduct.apply(activation, leaf, transposed, source, self._calls)
-        output = torch.mm(activation.reshape(-1, activation.shape[-1]), leaf.t() if transposed else leaf)
+        output = torch.mm(activation.reshape(-1, activation.shape[-1]).to(wide), leaf.t() if transposed else leaf)
         return output.view(*activation.shape[:-1], output.shape[-1])
 
     def norm(self, activation: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
@@ -158,7 +169,9 @@ class _RegatheredProduct(torch.autograd.Function):  # type: ignore[misc]  # chec
         source.use()
         ctx.save_for_backward(weight)
         ctx.transposed, ctx.source, ctx.calls = transposed, source, calls
-        output = torch.mm(activation.reshape(-1, activation.shape[-1]), weight.t() if transposed else weight)
+        rows = activation.reshape(-1, activation.shape[-1])
+        ctx.dtype = rows.dtype
+        output = torch.mm(rows.to(weight.dtype), weight.t() if transposed else weight)
         return output.view(*activation.shape[:-1], output.shape[-1])
 
     @staticmethod
@@ -166,8 +179,8 @@ class _RegatheredProduct(torch.autograd.Function):  # type: ignore[misc]  # chec
         (weight,), transposed = ctx.saved_tensors, ctx.transposed
         outputs = gradient.reshape(-1, gradient.shape[-1])
         with ctx.calls.deferred(outputs):
-            inputs = ctx.source.take().flatten(0, -2)
-        back = torch.mm(outputs, weight if transposed else weight.t())
+            inputs = ctx.source.take().flatten(0, -2).to(weight.dtype)
+        back = torch.mm(outputs, weight if transposed else weight.t()).to(ctx.dtype)
         left, right = (outputs, inputs) if transposed else (inputs, outputs)
         return back.view(*gradient.shape[:-1], back.shape[-1]), torch.mm(left.t(), right), None, None, None
 

@@ -122,12 +122,12 @@ class SplitWeights:
         """Add the gradients that the running backward has deferred so far."""
         self._collected.accumulate()
 
-    def product(self, activation: Tensor, weight: Weight, *, transposed: bool = False) -> Tensor:
-        """``activation @ weight``: [.., K] and [K, M] to [.., M]; transposed, the weight is [M, K].
-
-        An activation that W gathers again is not saved.
-        """
-        return _Product.apply(activation, weight, transposed, self._defer, source_of(activation))
+    def product(
+        self, activation: Tensor, weight: Weight, *, transposed: bool = False, dtype: str | None = None
+    ) -> Tensor:
+        """Implement ``common.weights.SplitWeights.product``. An activation that W gathers again is not saved."""
+        wide = wider_type(activation, dtype)
+        return _Product.apply(activation, weight, transposed, self._defer, source_of(activation), wide)
 
     def norm(self, activation: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
         """RMSNorm over the last dim (arXiv:1910.07467) times the weight, or LayerNorm (arXiv:1607.06450) with a bias.
@@ -185,30 +185,35 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where 
 
     @staticmethod
     def forward(
-        ctx: Any, activation: Tensor, weight: Weight, transposed: bool, defer: Defer, source: GatheredInput | None
-    ) -> Tensor:
+        ctx: Any, activation: Tensor, weight: Weight, transposed: bool, defer: Defer, source: GatheredInput | None,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
         inputs = activation.reshape(-1, activation.shape[-1])
         if source is None:
             ctx.save_for_backward(inputs)
         else:
             source.use()
         ctx.weight, ctx.transposed, ctx.defer, ctx.source = weight, transposed, defer, source
-        output = torch.mm(inputs, weight.value.t() if transposed else weight.value)
+        output = torch.mm(inputs.to(dtype), (weight.value.t() if transposed else weight.value).to(dtype))
         return output.view(*activation.shape[:-1], output.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         weight, transposed, source, saved = ctx.weight, ctx.transposed, ctx.source, ctx.saved_tensors
-        outputs = gradient.reshape(-1, gradient.shape[-1])
+        outputs, dtype = gradient.reshape(-1, gradient.shape[-1]), weight.value.dtype
+        is_wider = outputs.dtype != dtype
 
         def add() -> None:
             inputs = saved[0] if source is None else source.take().flatten(0, -2)
             left, right = (outputs, inputs) if transposed else (inputs, outputs)
-            weight.add_product(left.t(), right)
+            if is_wider:
+                weight.add(torch.mm(left.t().to(outputs.dtype), right.to(outputs.dtype)).to(dtype))
+            else:
+                weight.add_product(left.t(), right)
 
         ctx.defer(add)
-        back = torch.mm(outputs, weight.value if transposed else weight.value.t())
-        return back.view(*gradient.shape[:-1], back.shape[-1]), None, None, None, None
+        back = torch.mm(outputs, (weight.value if transposed else weight.value.t()).to(outputs.dtype)).to(dtype)
+        return back.view(*gradient.shape[:-1], back.shape[-1]), None, None, None, None, None
 
 
 class _DeferredWeight(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
@@ -262,6 +267,11 @@ class _ScaledAndShifted(torch.autograd.Function):  # type: ignore[misc]  # check
 
         ctx.defer(add)
         return gradient * each_column(scale.value, sizes), None, None, None, None
+
+
+def wider_type(activation: Tensor, dtype: str | None) -> torch.dtype:
+    """The wider type of an activation's and ``dtype``."""
+    return activation.dtype if dtype is None else torch.promote_types(activation.dtype, getattr(torch, dtype))
 
 
 def normalized(activation: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:

@@ -58,6 +58,7 @@ def errors(made):
         ("--recompute-granularity full --recompute-method block", "PP171", "full needs --recompute-num-layers"),
         ("--recompute-activations --recompute-method block", "PP171", "it is given with --recompute-activations"),
         ("--num-experts 8 --moe-token-dispatcher-type all2all", "PP170", "found `all2all`"),
+        ("--num-experts 8 --moe-router-dtype bf16", "PP170", "found `bf16`"),
         ("--position-embedding-type alibi", "PP170", "found `alibi`"),
         (
             "--num-experts 8 --tensor-model-parallel-size 2",
@@ -100,7 +101,9 @@ def test_a_real_script_with_experts():
         "kind": "1f1b", "framework": "megatron", "micro_batch_size": 1, "num_micro_batches": 16,
         "reduce_gradients": "when_ready",
     }  # fmt: skip
-    assert made.plan["model"]["moe"] == {"num_experts": 8, "top_k": 2, "ffn_size": 14336, "aux_loss": 0.01}
+    assert made.plan["model"]["moe"] == {
+        "num_experts": 8, "top_k": 2, "ffn_size": 14336, "combine": "expert", "aux_loss": 0.01,
+    }  # fmt: skip
     assert [assumption.key for assumption in made.assumptions] == [("model", "vocab_size")]
     assert [setting.name for setting in made.ignored] == ["--sequence-parallel", "other flags"]
     assert made.source.locate(("topology", "pp")).line == 84
@@ -541,6 +544,15 @@ def test_the_dispatcher_of_tokens(tmp_path, named, ours):
     assert made.plan["model"]["moe"].get("dispatcher") == ours
     exchange = with_device(made, "h100").plan["cost"]["analytic"].get("exchange")
     assert exchange == ("by_node" if named == "flex" else None)
+
+
+@pytest.mark.parametrize(("given", "ours"), [("fp32", "float32"), ("fp64", "float64")])
+def test_the_type_of_the_router(tmp_path, given, ours):
+    flags = f"{MOE}--moe-router-dtype {given} --moe-token-dispatcher-type"
+    assert imported(tmp_path, f"{flags} alltoall").plan["model"]["moe"]["router_dtype"] == ours
+    made = imported(tmp_path, f"{flags} allgather")
+    assert "router_dtype" not in made.plan["model"]["moe"]
+    assert f"--moe-router-dtype {given}" in [setting.name for setting in made.ignored]
 
 
 def test_without_a_dispatcher_megatron_gathers_tokens_unless_the_model_is_elsewhere(tmp_path):

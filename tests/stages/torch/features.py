@@ -17,7 +17,7 @@ MOE = {"num_experts": 6, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "de
 EVEN = {"aux_loss": 0.5, "z_loss": 0.1, "expert_bias_rate": 0.02}
 BY_TOKEN = {
     "moe": {**MOE, **EVEN, "dense_layers": 0, "score": "sqrtsoftplus", "hash_layers": 1, "routed_scale": 1.5,
-            "combine": "expert"},
+            "combine": "expert", "router_dtype": "float32"},
     "swiglu_limit": 0.05, "swiglu_formula": "silu",
 }  # fmt: skip
 STREAMS_V4 = {

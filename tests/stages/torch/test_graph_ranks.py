@@ -43,6 +43,9 @@ PLANS = {
         "topology": {"experts_over_tp": True, **SEQUENCE}, "model": {"moe": MOE},
         "run": {"device": "gpu", "replay": True, "dtype": "bfloat16"},
     },
+    "router in float64, gathered again": {
+        "topology": SEQUENCE, "memory": REGATHER, "model": {"moe": {**MOE, **EVEN, "router_dtype": "float64"}},
+    },
     "ep, all-gather, dropout": {
         "topology": {"ep": 2}, "model": {"moe": {**MOE, **EVEN, "dispatcher": "all_gather"}, "dropout": 0.1},
     },

@@ -7,7 +7,7 @@ import torch
 from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
 from pipeproof.stages.torch.functional import clip
 from pipeproof.stages.torch.weights import Weight, add_product
-from tests.stages.torch.features import EVEN, MLA, MOE, TWO_AHEAD, make_plan
+from tests.stages.torch.features import BY_TOKEN, EVEN, MLA, MOE, TWO_AHEAD, make_plan
 from tests.stages.torch.staged_run import StagedRun
 from tests.stages.torch.test_torch_features import assert_same_bits
 
@@ -17,6 +17,8 @@ MODELS = {
     "plain": {},
     "latent, tied": {"mla": MLA, "tied_embedding": True},
     "experts, ahead": {"moe": {**MOE, **EVEN}, **TWO_AHEAD},
+    "router in float64": {"moe": {**MOE, **EVEN, "router_dtype": "float64"}},
+    "router in float32 by token id": BY_TOKEN,
     "streams, dropout": {"hyper_connections": {"streams": 2}, "dropout": 0.1, "swiglu_limit": 0.05},
 }
 SIXTEEN = ("bfloat16", "float16")

@@ -36,6 +36,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "--fp4-format": ("e2m1",),
         "--fp8-format": ("e4m3", "hybrid"),
         "--fp8-recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
+        "--moe-router-dtype": ("fp32", "fp64"),
         "--moe-router-score-function": ("softmax", "sigmoid", "sqrtsoftplus"),
         "--moe-token-dispatcher-type": ("allgather", "alltoall", "flex", "alltoall_seq"),
         "--position-embedding-type": ("learned_absolute", "rope", "mrope", "yarn", "relative", "none"),

@@ -50,6 +50,7 @@ FLAGS: Final = frozenset(
         "--moe-router-load-balancing-type",
         "--moe-aux-loss-coeff",
         "--moe-z-loss-coeff",
+        "--moe-router-dtype",
         "--moe-router-score-function",
         "--moe-router-topk-scaling-factor",
         "--moe-router-enable-expert-bias",
@@ -190,7 +191,7 @@ FLAGS_BY_NAME: Final[Mapping[str, str]] = MappingProxyType(
 """Arguments of Megatron-LM and attributes of Megatron-Core, and the flags that are read for them."""
 
 WITHOUT_BEARING: Final = re.compile(
-    r"offload_modules|optimizer_offload_fraction|moe_(permute_fusion|router_(dtype|fusion|pre_softmax)"
+    r"offload_modules|optimizer_offload_fraction|moe_(permute_fusion|router_(fusion|pre_softmax)"
     r"|router_(num_groups|group_topk|force_load_balancing|padding_for_\w+)|per_layer_logging|enable_deepep"
     r"|flex_dispatcher_backend|shared_expert_overlap|use_legacy_grouped_gemm|input_jitter_eps|pad_expert_input_\w+)"
     r"|(no_)?ckpt_fully_parallel_(save|load)|no_async_tensor_model_parallel_allreduce|cp_comm_type"

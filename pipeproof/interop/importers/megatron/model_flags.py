@@ -268,6 +268,14 @@ def import_experts(reader: FlagReader) -> None:
         flag = "--moe-token-dispatcher-type"
         setting = reader.shown(flag) if reader.has(flag) else f"no {flag}: Megatron-LM gathers all tokens"
         draft.set(("model", "moe", "dispatcher"), "all_gather", setting, reader.location(flag))
+    draft.set(
+        ("model", "moe", "combine"), "expert", "Megatron-LM sorts tokens by expert", reader.location("--num-experts")
+    )
+    dtype, flag = reader.text("--moe-router-dtype"), "--moe-router-dtype"
+    if dtype is not None and dispatcher == "allgather":
+        draft.ignore(reader.shown(flag), "gathered outputs of a router have the usual type here", reader.location(flag))
+    elif dtype is not None:
+        reader.take(flag, ("model", "moe", "router_dtype"), {"fp32": "float32", "fp64": "float64"}[dtype])
     score = reader.text("--moe-router-score-function") or "softmax"
     if score != "softmax":
         reader.take("--moe-router-score-function", ("model", "moe", "score"), score)
