@@ -133,7 +133,7 @@ class TorchExperts(common.Experts):
         )
         outputs = self._swiglu(places.to_rows(tokens), Groups(counts))
         gains = places._replace(rows=places.rows.view(-1, 1)).to_rows(gains.reshape(-1, 1))
-        return places.to_tokens(outputs * gains)
+        return places.to_tokens(outputs * gains).to(tokens.dtype)
 
     def _activation(self, gate: Tensor, up: Tensor, groups: Groups) -> Tensor:
         return self._gated(gate, up)
