@@ -84,14 +84,6 @@ def test_what_the_hook_runs_passes_and_fails(project):
     assert "error[PP201]" in failed.stdout
 
 
-def test_the_hook_of_what_is_installed_is_the_same_and_takes_plans():
-    (hook,), (other,) = LOCAL["repos"][0]["hooks"], PRE_COMMIT["repos"][0]["hooks"]
-    assert (hook["entry"], hook["args"]) == (HOOK["entry"], other["args"])
-    picks = re.compile(hook["files"]).search
-    assert all(map(picks, ("plans/a.yaml", "x/plans/b.yml", "plans/c.json")))
-    assert not any(map(picks, ("plans/README.md", "airplanes/a.yaml", "plans/old/x.yaml")))
-
-
 def test_the_version_that_is_shown_is_the_one_that_there_is():
     assert set(re.findall(r"\bv(\d+\.\d+\.\d+)\b", PAGE)) == {__version__}
 

@@ -56,30 +56,6 @@ def test_makespan_of_one_unit_that_may_not_be_full(p, data, tf, tb):
     assert run(p, m, tf, tb).makespan == p * (tf + tb) + 2 * ((m + 1) // 2 - 1) * max(tf, tb)
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (6, 6), (8, 24)])
-def test_the_published_bubble_ratio_is_exact_where_backwards_take_as_long_as_forwards(p, m):
-    timed = run(p, m, 1, 1)
-    for rank in range(p):
-        assert 1 - Fraction(timed.busy(rank), timed.makespan) == Fraction(p - 2, 2 * m + p - 2)
-
-
-@pytest.mark.parametrize(("p", "m", "exact"), [(4, 4, True), (8, 8, True), (2, 8, True), (4, 8, False), (8, 24, False)])
-def test_with_backwards_twice_as_long_the_ratio_holds_for_one_unit_only(p, m, exact):
-    timed = run(p, m, 1, 2)
-    ratio = 1 - Fraction(timed.busy(0), timed.makespan)
-    counted_once = (p - 2) / (Fraction(3 * m, 2) + p - 2)
-    assert (ratio == counted_once) == exact
-    assert ratio >= counted_once
-
-
-def test_the_forms_need_whole_units_equal_stages_and_no_latency():
-    assert run(4, 4, 1, 1).makespan == makespan(4, 1, 1, 1) == 10
-    # One micro-batch more than a unit costs nearly a second unit: no 2m + p - 2 = 12.
-    assert run(4, 5, 1, 1).makespan == 16
-    assert run(4, 4, 1, 1, c=1).makespan > 10
-    assert asap(chimera(4, 4), StageCosts((1, 3, 1, 3), (2,) * 4, (0,) * 4)).makespan > makespan(4, 1, 2, 2)
-
-
 def test_beside_1f1b_it_gains_half_the_bubble_until_units_add_theirs():
     def of_1f1b(p, m, tb):
         return asap(one_f_one_b(p, m), even_costs(p, 1, tb, 0)).makespan

@@ -118,35 +118,3 @@ def test_the_published_bubble_is_exact_under_these_conditions_and_no_others(size
     bubble = max(idle(asap(dualpipe(p, m), even(p, f, i, w, pair))))
     exact = f == i if w <= i else max(f, i - f / Fraction(p // 2 - 1)) == 2 * i - w
     assert (bubble == published_bubble(p, i, w, pair)) == exact
-
-
-@pytest.mark.parametrize(
-    ("times", "bubble", "published"),
-    [
-        ((1, 1, 1, 3), 4, 4),
-        ((2, 1, 1, 4), 8, 6),
-        ((1, 2, 1, 4), 7, 8),
-        ((2, 2, 3, 7), 8, 6),
-        ((1, 1, 1, Fraction(3, 2)), 3, 1),
-    ],
-    ids=["inside", "F longer than I", "F shorter than I", "W longer than I", "a pair faster than its backward"],
-)
-def test_one_case_just_outside_of_each_condition(times, bubble, published):
-    _, i, w, pair = times
-    assert published_bubble(6, i, w, pair) == published
-    assert max(idle(asap(dualpipe(6, 12), even(6, *times)))) == bubble
-    assert max(idle(asap(dualpipe_v(3, 6), even(6, *times)))) == bubble
-
-
-def test_without_full_overlap_times_outer_ranks_idle_less_than_published():
-    timed = asap(dualpipe(8, 16), even(8, 1, 1, 1, 2))
-    assert published_bubble(8, 1, 1, 2) == 3
-    assert idle(timed) == [1, 2, 3, 3, 3, 3, 2, 1]
-
-
-def test_latency_and_uneven_stages_make_the_bubble_longer_than_published():
-    assert published_bubble(6, 1, 1, 3) == 4
-    assert max(idle(asap(dualpipe(6, 12), even(6, 1, 1, 1, 3, latency=1)))) == 21
-    uneven = StageCosts((1, 3) * 3, (2,) * 6, (2,) * 6, 0, (6,) * 6)
-    assert published_bubble(6, 2, 2, 6) == 8
-    assert max(idle(asap(dualpipe(6, 12), uneven))) == 11

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower_loaded, own_schedule
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.schedule.formats.read_schedule import (
     custom_schedule,
     load_schedule_file,
@@ -20,8 +19,8 @@ from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import parse_op
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from pipeproof.specs.schedule import SCHEDULE_FILE_CODES, ScheduleFileError
-from tests.plans import BASE, plan_dict, plan_file
+from pipeproof.specs.schedule import ScheduleFileError
+from tests.plans import plan_dict, plan_file
 
 FILES = Path(__file__).parent / "files"
 TWO = Expected(2, 1, 2)
@@ -275,35 +274,3 @@ def test_programs_made_in_python_have_none():
         with pytest.raises(ScheduleFileError) as caught:
             custom_schedule(wrong, TWO)
         assert all(finding.location is None for finding in caught.value.findings)
-
-
-def codes_of(example, tmp_path):
-    """The codes that an example gives: a program text, or sections over the base plan."""
-    (tmp_path / "schedules").mkdir(exist_ok=True)
-    (tmp_path / "schedules" / "zb.csv").write_text("0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3\n")
-    rows = ",".join(f"0F{m},0SEND_F{m}" for m in range(4)), ",".join(f"1RECV_F{m},1F{m}" for m in range(4))
-    (tmp_path / "with_sends.csv").write_text("\n".join(rows))
-    try:
-        if re.match(r"rank \d", example):
-            read_schedule(example, "s", Expected())
-            return set()
-        path = plan_file(tmp_path / "plan.json", **parse_text(example, "example").data)
-        loaded = load_plan(path)
-        own_schedule(loaded)
-    except ScheduleFileError as error:
-        return {finding.code for finding in error.findings}
-    return set()
-
-
-@pytest.mark.parametrize("doc", SCHEDULE_FILE_CODES, ids=lambda doc: doc.code)
-def test_documents_are_right_about_their_codes(doc, tmp_path):
-    assert doc.severity == "error"
-    assert doc.title[0].islower()
-    assert doc.explanation.endswith(".")
-    assert codes_of(doc.wrong, tmp_path) == {doc.code}
-    assert codes_of(doc.right, tmp_path) == set()
-
-
-def test_the_codes_are_a_family():
-    assert [doc.code for doc in SCHEDULE_FILE_CODES] == [f"PP{number}" for number in range(130, 140)]
-    assert BASE["topology"]["pp"] == 2  # what the examples count on

@@ -82,14 +82,6 @@ def test_goldens():
     assert peaks(4, 8, 2) == [11, 9, 7, 5]
 
 
-def test_the_closed_form_ends_with_latency():
-    assert makespan(4, 8, 2, c=1) == 71
-
-
-def test_the_form_for_dividing_numbers_ends_with_fewer_micro_batches_than_ranks():
-    assert makespan(4, 2, 2) == 27 != (2 * 2 + 3) * 3
-
-
 @pytest.mark.parametrize(("p", "v", "m", "taken"), [(4, 2, 10, 79), (3, 2, 4, 37), (2, 3, 5, 52)])
 def test_a_last_group_smaller_than_the_ranks_makes_bubbles(p, v, m, taken):
     groups = [p] * (m // p) + [m % p]

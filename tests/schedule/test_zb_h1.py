@@ -59,22 +59,6 @@ def test_the_published_makespan_holds_unless_the_forward_takes_the_shortest(p, m
     assert excess == (0 if tf >= min(ti, tw) else (p - 1) * (min(ti, tw) - tf))
 
 
-@pytest.mark.parametrize(
-    ("p", "m", "even", "makespan"),
-    [
-        (4, 2, (1, 1, 1), 11),  # fewer micro-batches than ranks: published 9
-        (4, 8, (1, 3, 2), 57),  # F the shortest: published 54
-        (4, 8, (1, 2, 3), 54),  # again: published 51
-    ],
-)
-def test_outside_its_conditions_the_published_makespan_is_too_short(p, m, even, makespan):
-    assert run(zb_h1(p, m), *even).makespan == makespan > published(p, m, *even)
-
-
-def test_with_latency_the_makespan_is_longer():
-    assert run(zb_h1(4, 8), latency=1).makespan > 27
-
-
 @given(ranks, st.integers(1, 20), st.data())
 @few
 def test_peaks_are_the_same_for_any_times_and_never_above_the_first_rank_of_1f1b(p, m, data):

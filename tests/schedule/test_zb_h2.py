@@ -1,6 +1,5 @@
 """ZB-H2 in exact arithmetic: no idle time within a rank, and what it takes."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,31 +49,6 @@ def test_makespan_with_at_least_as_many_micro_batches_as_ranks(p, more, even):
         s * tf + (n - s) * ti,
         n * (tf + ti) - (n + s) * tw,
     )
-
-
-@pytest.mark.parametrize(
-    ("even", "idle"),
-    [
-        ((1, 1, 1), 0),
-        ((3, 2, 3), 0),  # I no longer than F, and both together no longer than two W
-        ((2, 3, 4), 3),  # I longer than F: 1 per hop
-        ((3, 3, 2), 6),  # the paper's F + I - 2 W: 2 per hop
-    ],
-)
-def test_a_rank_idles_where_input_gradients_are_slow_or_weight_gradients_are_short(even, idle):
-    assert spans(run(zb_h2(4, 8), *even))[0] == 8 * sum(even) + idle
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "even", "makespan"),
-    [
-        (4, 3, (1, 1, 1), 13),  # fewer than ranks: the formula gives 12
-        (2, 2, (1, 3, 2), 15),  # one micro-batch fewer than 2p - 1: the formula gives 14
-        (3, 4, (1, 4, 3), 39),  # again one fewer: 38
-    ],
-)
-def test_with_fewer_micro_batches_the_formula_for_many_is_too_short(p, m, even, makespan):
-    assert run(zb_h2(p, m), *even).makespan == makespan > makespan_of(p, m, *even)
 
 
 @given(ranks, st.integers(1, 20), st.data())

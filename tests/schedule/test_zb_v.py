@@ -52,27 +52,6 @@ def test_makespan_with_any_even_times(p, more, even):
     assert run(zb_v(p, m), *even).makespan == 2 * m * sum(even) + idle_of(p, *even)
 
 
-@pytest.mark.parametrize("even", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 4, 5)])
-def test_uneven_kinds_make_some_rank_idle(even):
-    timed = run(zb_v(4, 8), *even)
-    assert max(spans(timed)) > 16 * sum(even)
-    assert timed.makespan > 16 * sum(even) + 3 * even[0]
-
-
-def test_with_fewer_than_2p_minus_1_micro_batches_some_rank_idles_and_with_few_the_makespan_is_longer():
-    assert spans(run(zb_v(4, 6))) == [38, 37, 37, 36]  # the work is 36
-    assert run(zb_v(4, 6)).makespan == 39 == 6 * 6 + 3
-    assert run(zb_v(4, 5)).makespan == 34 > 6 * 5 + 3
-    assert run(zb_v(3, 4), 2, 2, 1).makespan == 46 > 2 * 4 * 5 + idle_of(3, 2, 2, 1)
-
-
-@pytest.mark.parametrize("p", [2, 4, 7])
-def test_one_micro_batch_takes_one_weight_gradient_more_than_the_chain_of_the_rest(p):
-    assert run(zb_v(p, 1)).makespan == 4 * p + 2  # 2p forwards, 2p input gradients, the last W: 4p + 1
-    last = zb_v(p, 1).programs[p - 1]
-    assert [str(op) for op in last[2:5]] == [f"{p}I0", f"{p}W0", f"{p - 1}I0"]
-
-
 @given(ranks, st.integers(1, 20), st.data())
 @few
 def test_peaks_are_the_same_for_any_times(p, m, data):

@@ -93,11 +93,6 @@ def test_replicas_share_a_row_only_when_they_are_alike(run):
     assert "stands for" not in different
 
 
-def test_ranks_that_are_not_neighbours_are_named(run):
-    text = text_of(render_timeline, run(p=2, m=1, tp=2, dp=2, order=["pp", "tp", "cp", "ep", "dp"]).timeline)
-    assert list(picture_rows(text)) == ["0,2,..6", "1,3,..7"]
-
-
 def test_colour_only_adds_to_the_letters(run):
     timeline = run(p=2, m=2).timeline
     plain = text_of(render_timeline, timeline)
@@ -114,35 +109,6 @@ def test_a_measured_timeline_is_drawn_from_its_first_start():
     text = text_of(render_timeline, Timeline(spans, ({"pp": 0},), "measured", Fraction(1, 1000)))
     assert text.startswith("measured: makespan 1 ms")
     assert picture_rows(text) == {"0": "F0----------B0--------------------------"}
-
-
-def test_an_empty_timeline_is_no_accident():
-    text = text_of(render_timeline, Timeline((), ({"pp": 0},)))
-    assert "makespan 0 us" in text
-
-
-@pytest.mark.slow(
-    only=[
-        "{'kind': 'zb_h1', 'p': 24, 'm': 48}-40",
-        "{'kind': 'zb_h1', 'p': 24, 'm': 48}-80",
-        "{'kind': 'zb_h1', 'p': 24, 'm': 48}-200",
-    ]
-)
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
-@pytest.mark.parametrize(
-    "options", [{"p": 4, "m": 8, "tf": 100, "tb": 200}, {"kind": "zb_h1", "p": 24, "m": 48}], ids=str
-)
-def test_figures_fit_any_width(run, options, width):
-    """No line is longer than the terminal, and no cell is broken: a line for each rank."""
-    simulation = run(**options)
-    text = text_of(render_timeline, simulation.timeline, width=width) + text_of(render_figures, simulation, width=width)
-    assert max(map(len, text.splitlines())) <= width
-    table = text[text.index("rank  ") :].splitlines()
-    for rank, (line, figures) in enumerate(zip(table[1:], simulation.figures, strict=False)):
-        words = line.split()[:5]
-        assert words == [str(rank), *time_text(figures.span_us).split(), *time_text(figures.busy_us).split()]
-        assert f"{float(figures.bubble_makespan_ratio * 100):.1f}" in line
-        assert ("bubble of makespan" in table[0]) == (width > 70)
 
 
 def test_the_update_is_drawn_behind_the_last_backward():

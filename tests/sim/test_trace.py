@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.views.chrome_trace import ARRIVAL, trace_json, write_trace
+from pipeproof.views.chrome_trace import ARRIVAL, trace_json
 from pipeproof.views.memory_curves import Curve, activations_held
 from pipeproof.views.trace_slices import Slices
 
@@ -61,11 +60,6 @@ def ns(us):
     return round(value)
 
 
-def slices_of(timeline):
-    """Complete events of operations; the marks that arrows lead to are none."""
-    return [event for event in events_of(timeline, "X") if event["cat"] != ARRIVAL]
-
-
 def test_only_known_events_in_order_of_time(timeline):
     trace = json.loads(trace_json(timeline))
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
@@ -103,15 +97,6 @@ def test_slices_of_a_thread_nest_or_stand_apart(timeline):
             open_ends.append(end)
 
 
-def test_simulated_slices_never_overlap(run):
-    for timeline in (run(c=1).timeline, run(tf=Fraction(1, 7), tb=Fraction(1, 3), p2p="rendezvous").timeline):
-        last_end = {}
-        for event in slices_of(timeline):
-            thread = event["pid"], event["tid"]
-            assert ns(event["ts"]) >= last_end.get(thread, 0)
-            last_end[thread] = ns(event["ts"]) + ns(event["dur"])
-
-
 def test_every_arrow_goes_from_a_send_to_its_receive(timeline):
     """Read the file as a viewer does: an arrow binds to the slice that was opened last on its thread."""
     op_ids, arrows, last = {}, {}, {}
@@ -139,27 +124,6 @@ def test_every_arrow_goes_from_a_send_to_its_receive(timeline):
     )
 
 
-def test_what_is_shown_and_what_is_left_out(run):
-    timeline = run(p=2, m=2, tp=2, transport="partial").timeline
-    shown = Counter(event["cat"] for event in slices_of(timeline))
-    ops = Counter(span.queue == "compute" for span in timeline.spans)
-    assert shown["compute"] == 2 * 2 * 2 * 2
-    assert shown["transfer"] == ops[False] == 2 * 2 * 2 * 2
-    assert shown["wait"] > 0
-    assert all(event["dur"] > 0 for event in slices_of(timeline) if event["cat"] == "wait")
-    assert set(shown) == {"compute", "transfer", "wait"}
-
-
-def test_durations_are_the_times_of_the_plan(run):
-    slices = events_of(run(kind="gpipe", p=1, m=2, tf=100, tb=Fraction(401, 2)).timeline, "X")
-    assert [(e["name"], e["ts"], e["dur"]) for e in slices] == [
-        ("0F0", 0, 100),
-        ("0F1", 100, 100),
-        ("0B0", 200, 200.5),
-        ("0B1", 400.5, 200.5),
-    ]
-
-
 def test_counters_are_the_curves(timeline):
     more = Curve(
         "memory held", "bytes", tuple(((timeline.first_start, rank + 1),) for rank in range(len(timeline.ranks)))
@@ -175,13 +139,6 @@ def test_counters_are_the_curves(timeline):
         assert [(e["ts"], e["args"]) for e in events if e["pid"] == rank and e["name"] == "memory held"] == [
             (0, {"bytes": rank + 1})
         ]
-
-
-def test_two_runs_write_the_same_bytes(run, tmp_path):
-    options = {"p": 3, "m": 4, "tf": Fraction(1, 3), "c": Fraction(1, 7), "tp": 2}
-    for name in ("a.json", "b.json"):
-        write_trace(run(**options).timeline, tmp_path / name)
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
 def test_golden(run, check_golden):
@@ -202,8 +159,3 @@ def test_nanoseconds_are_rounded_exactly(first, time, tick):
     timeline = Timeline((Span(0, "compute", 0, "0F0", first, first),), ({"pp": 0},), tick_us=tick)
     expected = round((Fraction(time) - Fraction(first)) * tick * 1000)
     assert Slices(timeline).nanoseconds(time) == expected
-
-
-def test_halves_go_to_the_even_nanosecond():
-    timeline = Timeline((Span(0, "compute", 0, "0F0", 0, 0),), ({"pp": 0},), tick_us=Fraction(1, 2000))
-    assert [Slices(timeline).nanoseconds(half) for half in (-3, -1, 0, 1, 3, 5)] == [-2, 0, 0, 0, 2, 2]

@@ -75,39 +75,10 @@ def test_copies_of_a_fault_are_named_below_the_first():
     assert "--all" not in twice
 
 
-def test_form_and_order_of_parts():
-    shown = text_of(
-        [finding(location=Location("plan.yaml", 10, 6, 8), help="mend it", witness=RANGES)],
-        source_of(*[""] * 8, "before", "key: abc # c", file="plan.yaml"),
-    )
-    assert shown.splitlines() == [
-        "error[PP201]: wrong",
-        "  --> plan.yaml:10:6",
-        "   |",
-        " 9 | before",
-        "10 | key: abc # c",
-        "   |      ^^^",
-        "   = rank 2 loses elements 4..8 of rank 0 (s 1)",
-        "   = rank 2 gets  elements 4..8 of rank 1",
-        "   = help: mend it",
-        "",
-    ]
-
-
 def test_a_place_without_its_text_and_a_finding_without_a_place():
     assert text_of([finding(location=Location("p", 1, 2))]) == "error[PP201]: wrong\n --> p:1:2\n\n"
     assert text_of([finding(severity=Severity.NOTE, help="h")]) == "note[PP201]: wrong\n  = help: h\n\n"
     assert "-->" in text_of([finding(location=Location("p", 7, 2))], source_of("one line"))
-
-
-def test_first_line_and_one_caret_without_an_end():
-    shown = text_of([finding(location=Location("p", 1, 3))], source_of("a: [", "]"))
-    assert shown.splitlines()[2:5] == ["  |", "1 | a: [", "  |   ^"]
-
-
-def test_a_place_behind_the_last_character():
-    shown = text_of([finding(location=Location("p", 1, 5))], source_of("ab"))
-    assert shown.splitlines()[4] == "  |     ^"
 
 
 @pytest.mark.parametrize(
@@ -132,15 +103,6 @@ def test_nothing_that_a_terminal_obeys_gets_through():
     assert not {"\x1b", "\x07", "\u202e"} & set(shown)
 
 
-def test_messages_and_mends_of_several_lines():
-    assert text_of([finding(message="a\nb", help="c\nd")]).splitlines()[:4] == [
-        "error[PP201]: a",
-        "  b",
-        "  = help: c",
-        "          d",
-    ]
-
-
 def test_markup_and_long_lines_stay_as_they_are():
     line = "key:" + " [bold] :smile:" * 10  # without a blank at its end, which rich before 14.3 removes
     shown = text_of([finding(message=line, location=Location("p", 1, 1, 3))], source_of(line))
@@ -159,14 +121,6 @@ def test_cycles_and_operations():
         "  = rank 1 1SEND_B0 waits for rank 0 0SEND_F0",
     ]
     assert text_of([finding(witness=OPS)]).splitlines()[1:3] == ["  = rank 0: 0F0", "  = rank 1: 1RECV_F0"]
-
-
-def test_long_witnesses_are_cut_and_say_so():
-    many = OpsWitness(tuple(WitnessOp(rank, "0F0") for rank in range(20)))
-    shown = text_of([finding(witness=many)])
-    assert "rank 11: 0F0" in shown
-    assert "rank 12: 0F0" not in shown
-    assert "and 8 more" in shown
 
 
 def test_json():
@@ -234,14 +188,6 @@ def test_a_directory_and_a_huge_file_are_not_opened(tmp_path, monkeypatch):
         assert shown_lines(text_of([finding(location=Location(str(file), 1, 1))])) == []
 
 
-def test_a_path_below_the_working_directory_is_shown_from_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = Location(str(tmp_path / "plans" / "p.yaml"), 1, 1)
-    assert "--> plans/p.yaml:1:1" in text_of([finding(location=place)])
-    assert "--> ../p.yaml:1:1" in text_of([finding(location=Location("../p.yaml", 1, 1))])
-    assert "--> /p.yaml:1:1" in text_of([finding(location=Location("/p.yaml", 1, 1))])
-
-
 CELLS = [f"{stage}F{micro_batch}" for stage in range(10) for micro_batch in range(10)]
 LONG = ",".join(CELLS)
 """A line of 399 characters, each cell in it once."""
@@ -257,17 +203,6 @@ def test_of_a_long_line_the_part_around_the_place_is_shown(cell):
     assert text.endswith("...") == (cell not in ("9F8", "9F9"))
     assert text.removeprefix("...").removesuffix("...") in LONG
     assert text[carets.index("^") : len(carets)] == cell
-
-
-def test_a_long_line_before_the_place_is_left_out():
-    shown = text_of([finding(location=Location("p", 2, 1))], source_of(LONG, "short"))
-    assert shown_lines(shown) == ["short", "^"]
-
-
-def test_a_mark_that_is_longer_than_what_is_shown_ends_with_it():
-    shown = text_of([finding(location=Location("p", 1, 1, len(LONG)))], source_of(LONG))
-    text, carets = shown_lines(shown)
-    assert carets == "^" * len(text)
 
 
 # --- how much is shown ---

@@ -64,14 +64,6 @@ def test_rows_and_columns_add_up_to_one_within_the_stated_bounds(matrix, iterati
     assert np.abs(made.sum(axis=0) - 1).max() <= bound + 1e-12
 
 
-def test_the_bound_of_columns_is_no_empty_promise():
-    """After one iteration columns are well off; after the default twenty they cannot be distinguished from one."""
-    matrix = np.array([[1.0, 0.0], [0.0, 0.5]])
-    off = [np.abs(sinkhorn(OPS, paddle.to_tensor(matrix), t).numpy().sum(axis=0) - 1).max() for t in (1, 20)]
-    assert off[0] > 1e-3
-    assert off[1] < 1e-12
-
-
 def test_large_numbers_neither_vanish_nor_overflow():
     matrix = paddle.to_tensor([[500.0, -500.0], [-500.0, 500.0]], dtype="float32", stop_gradient=False)
     made = sinkhorn(OPS, matrix, 20)

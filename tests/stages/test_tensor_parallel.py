@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.bound import parallel_bound
-from pipeproof.stages.reference.unpartitioned import run_unpartitioned, unpartitioned_step
+from pipeproof.stages.reference.unpartitioned import unpartitioned_step
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
 from tests.stages.world import Issued
 
@@ -137,16 +137,6 @@ def _issued(collective):
     return Issued(str(collective.kind), collective.axis, collective.numel, collective.label, collective.reduction)
 
 
-def test_the_bound_grows_with_the_additions_that_differ():
-    assert 0.0 < parallel_bound(make_plan(topology={"dp": 2})) < parallel_bound(make_plan(topology={"tp": 2}))
-
-
-def test_the_bound_follows_the_unit_roundoff():
-    single = parallel_bound(make_plan(topology={"tp": 2}))
-    double = parallel_bound(make_plan(topology={"tp": 2}, run={"dtype": "float64"}))
-    assert single / double == pytest.approx(2.0**29)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_bound_is_tight_enough_to_see_one_wrong_weight(dtype):
     plan = make_plan(topology={"tp": 2}, run={"dtype": dtype, "steps": 1})
@@ -155,13 +145,6 @@ def test_the_bound_is_tight_enough_to_see_one_wrong_weight(dtype):
     weights["layer.1.mlp.up.weight"][0, 0] *= 1.5
     damaged = unpartitioned_step(plan, weights, 0)
     assert max_rel_diff(ordered.gradients, damaged.gradients) > 5 * parallel_bound(plan)
-
-
-def test_orders_of_addition_really_differ():
-    """Else the ordered reference would be the unpartitioned one under another name."""
-    plan = make_plan(topology={"tp": 2, "sequence_parallel": True}, run={"steps": 1})
-    (ordered,), (unpartitioned,) = run_in_order(plan), run_unpartitioned(plan)
-    assert len(same_bits(ordered.gradients, unpartitioned.gradients)) > len(unpartitioned.gradients) // 2
 
 
 def test_a_rank_that_issues_something_else_is_not_waited_for():

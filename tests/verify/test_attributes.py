@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import pytest
 from hypothesis import given, settings
@@ -105,20 +104,6 @@ def test_an_attribute_of_a_transfer(attribute, op):
 )
 def test_what_has_a_meaning_is_accepted(right):
     assert refused(right) == []
-
-
-def test_rows_of_one_kind_are_one_finding_and_other_values_another():
-    found = refused("rank 0: 0F0 0F1 0F2 0B0{reduction=max} 0B1{reduction=max} 0B2{reduction=avg} 0STEP")
-    assert [op for op, _ in found] == ["0B0", "0B2"]
-    assert "1 more of its kind" in found[0][1]
-    assert "more of its kind" not in found[1][1]
-
-
-def test_a_finding_lists_what_the_row_can_have():
-    ((_, message),) = refused("rank 0: 0F0 0B0{reduction=max}")
-    can_have = re.findall(r"`(\w+)`", message.partition("it can have ")[2].partition(" (")[0])
-    assert can_have == ["batch", "queue", "reduction", "scale", "reads", "writes", "frees"]
-    assert message.endswith("(`reduction`: overwrite)")
 
 
 def test_rows_made_in_python():

@@ -319,17 +319,6 @@ def test_the_table_names_rules_and_has_no_circle():
 # --- computations in each other's places ---
 
 
-def orders(one):
-    return [finding for finding in problems(one) if finding.code == "PP123"]
-
-
-def test_exchanged_computations_are_named_with_the_transfers_that_show_it():
-    (found,) = orders(mutated(subject(**FOUR_STAGES), swapped(2, "2F0", "2F1")))
-    assert [op.op for op in found.witness.ops] == ["2F1", "2F0", "2SEND_F0", "2RECV_F1"]
-    assert "runs 2F1 in the place of 2F0, and 2F0 in that of 2F1" in found.message
-    assert found.help == "exchange 2F1 and 2F0"
-
-
 THREE_STAGES = subject(topology={"pp": 3}, model={"num_layers": 3}, schedule={"num_micro_batches": 3})
 TRANSFERS = {"F": ("RECV_F", "SEND_F"), "B": ("RECV_B", "SEND_B")}
 
@@ -356,67 +345,4 @@ def test_computations_are_exchanged_exactly_if_a_transfer_is_on_the_wrong_side(r
                 assert found_exchanges(swapped(rank, compute, other)) == []
 
 
-def test_three_computations_in_a_circle_are_no_exchange_of_two():
-    def change(rows):
-        swap(rows[1], "1F0", "1B0")
-        swap(rows[1], "1B0", "1F2")
-
-    assert [found[:2] for found in found_exchanges(change)] == []
-
-
-def test_transfers_that_the_peer_has_in_the_other_order_are_not_taken_for_exchanged_computations():
-    """All of rank 1 is consistent with rank 2, and its receives are not consistent with the sends of rank 0."""
-
-    def change(rows):
-        swap(rows[1], "1RECV_F0", "1RECV_F1")
-        swap(rows[1], "WAIT(1RECV_F0)", "WAIT(1RECV_F1)")
-        swap(rows[1], "1SEND_F0", "1SEND_F1")
-        swap(rows[2], "2RECV_F0", "2RECV_F1")
-        swap(rows[2], "WAIT(2RECV_F0)", "WAIT(2RECV_F1)")
-        swap(rows[2], "2F0", "2F1")
-
-    gpipe = {"kind": "gpipe", "num_micro_batches": 3}
-    one = mutated(subject(topology={"pp": 3}, model={"num_layers": 3}, schedule=gpipe), change)
-    assert orders(one) == []
-    assert "PP302" in {finding.code for finding in problems(one)}
-
-
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        (swapped(1, "1F1", "1SEND_F1"), "PP501"),  # one is late, and nothing is in its place
-        (swapped(2, "WAIT(2RECV_F1)", "2F1"), "PP502"),
-        (swapped(1, "1SEND_F1", "1SEND_F2"), "PP302"),  # the transfers are exchanged, and the peer's are not
-        (swapped(2, "2RECV_F0", "2RECV_F1"), "PP302"),
-    ],
-)
-def test_transfers_at_wrong_places_are_not_taken_for_exchanged_computations(change, code):
-    one = mutated(subject(**FOUR_STAGES), change)
-    assert orders(one) == []
-    assert code in {finding.code for finding in problems(one)}
-
-
-def test_a_backward_before_its_forward_is_found_next_to_an_exchange():
-    def change(rows):
-        swap(rows[2], "2F0", "2F1")
-        swap(rows[3], "3F2", "3B2")
-
-    messages = [finding.message for finding in orders(mutated(subject(**FOUR_STAGES), change))]
-    assert len(messages) == 2
-    assert "runs 3B2 before 3F2" in messages[1]
-
-
 # --- the places of a missing end ---
-
-
-def test_a_wait_whose_counterpart_went_to_another_says_so():
-    found = problems(mutated(subject(**FOUR_STAGES), dropped(1, "1SEND_F2", "WAIT(1SEND_F2)")))
-    (endless,) = [finding for finding in found if finding.code == "PP402"]
-    assert endless.message == ("rank 2 waits for 2RECV_F3, but its counterpart 1SEND_F3 on rank 1 meets 2RECV_F2")
-
-
-def test_a_send_that_is_doubled_is_named_by_the_second_one():
-    one = mutated(subject(**FOUR_STAGES), doubled(1, "1SEND_F2"))
-    (found,) = [finding for finding in problems(one) if finding.code == "PP301"]
-    second = [i for i, op in enumerate(one.graph.ops) if str(op) == "1SEND_F2"][1]
-    assert found.witness.ops[0].op_id == second

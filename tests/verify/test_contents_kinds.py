@@ -1,10 +1,8 @@
 """Contents by kind of operation: what each may find in a buffer, what it leaves there, what a finding names."""
 
-import re
-
 import pytest
 
-from tests.verify.test_contents import findings, program, summary
+from tests.verify.test_contents import program, summary
 
 TO_1, FROM_0 = "0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) ", "1RECV_F0{peer=0} WAIT(1RECV_F0) "
 BACK_TO_0 = "1SEND_B0{peer=0} WAIT(1SEND_B0) "
@@ -293,33 +291,6 @@ def test_a_deadlock_leaves_contents_in_the_order_of_the_program():
 # --- the numbers and names in a finding ---
 
 
-def messages(text):
-    return [re.sub(r"^rank \d+: ", "", finding.message) for finding in findings(text)]
-
-
-def test_a_finding_names_the_terms_of_a_sum_by_stage_and_micro_batch():
-    (message,) = messages(program("0F1{writes=a} 0F0{reads=a writes=a} 1F0{reads=a} 1F1"))
-    assert message.index("activation of 0F0") < message.index("activation of 0F1")
-
-
-def test_a_finding_names_the_buffer_that_has_no_value():
-    (message,) = messages(CASES["a forward reads a buffer from the start, and a number, but not its input"][1])
-    assert "buffer `p`" in message
-
-
-def test_a_weight_gradient_needs_what_its_forward_saved():
-    (message,) = messages(CASES["a weight gradient is computed from what another micro-batch saved"][1])
-    assert message.endswith("it computes with what 0F0 read or saved")
-
-
-def test_a_second_optimizer_step_is_shown_without_the_micro_batches_of_the_first():
-    again = "0SCALE_GRAD{reads=g+h writes=h} "
-    found = dict(
-        summary(program(f"{RESET}{ADD_0}0STEP{{reads=g}} 0SCALE_GRAD{{writes=h}} {again * 2}0STEP{{reads=h}}"))
-    )
-    assert found == {"PP128": ["0STEP", "0STEP"], "PP514": ["0STEP"]}
-
-
 SENDS = "0SEND_F0{{peer=1}} 0SEND_F1{{peer=1 reads={sent}}} WAIT(0SEND_F0) WAIT(0SEND_F1)"
 RECEIVES = "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
 
@@ -328,30 +299,3 @@ def test_a_sum_of_forwards_is_a_number_and_no_tensor_that_crosses():
     adds = "0F0{writes=a} 0F1{reads=a writes=a+b} "
     assert summary(program(adds + SENDS.format(sent="a"), RECEIVES)) == [("PP510", ["0SEND_F1", "0F1"])]
     assert summary(program(adds + SENDS.format(sent="b"), RECEIVES)) == []
-
-
-POOLS = {
-    # how many buffers the pool needs: the program
-    None: program("0F0{writes=k[0]} 0SCALE_GRAD{writes=k[0]} 0B0{reads=k[0]}"),
-    2: program(
-        # The pool of the sender, a second pool and the operations without a micro-batch are longer in use.
-        "".join(f"0F{i}{{writes=r[{i}]}} 0SEND_F{i}{{peer=1 reads=r[{i}]}} WAIT(0SEND_F{i}) " for i in range(3))
-        + "".join(f"0RECV_B{i}{{peer=1}} WAIT(0RECV_B{i}) 0B{i}{{reads=r[{i}]}} " for i in range(3)),
-        "1RECV_F0{peer=0 writes=r[0]} WAIT(1RECV_F0) 1F0{reads=r[0] writes=k[0]} "
-        "1RECV_F1{peer=0 writes=r[0]} WAIT(1RECV_F1) 1B0{reads=r[0]} 1F1{reads=r[0] writes=k[1]} 1B1{reads=r[0]} "
-        "1RECV_F2{peer=0 writes=r[1]} WAIT(1RECV_F2) 1F2{reads=r[1] writes=k[2]} 1B2{reads=k[2]+k[0]+k[1]} "
-        + "".join(f"1SEND_B{i}{{peer=0}} WAIT(1SEND_B{i}) " for i in range(3)),
-    ),
-    3: program(
-        senders(3),
-        "1RECV_F0{peer=0 writes=r[0]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=r[1]} WAIT(1RECV_F1) "
-        "1RECV_F2{peer=0 writes=r[0]} WAIT(1RECV_F2) 1F0{reads=r[0]} 1F1{reads=r[1]} 1F2",
-    ),
-}
-
-
-@pytest.mark.parametrize("needed", POOLS)
-def test_the_fix_counts_the_micro_batches_that_a_pool_holds_at_once(needed):
-    first = next(finding for finding in findings(POOLS[needed]) if finding.code == "PP509")
-    numbers = re.findall(r"needs (\d+) buffers", first.help)
-    assert numbers == ([] if needed is None else [str(needed)])

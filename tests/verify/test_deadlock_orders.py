@@ -1,22 +1,17 @@
 """Effect of each promise of a channel model: small programs with their verdict, the same in both writings."""
 
-import numpy as np
 import pytest
 
-from pipeproof.comm.channel_models import QUEUES, ChannelModel, awaited_receives, calls_of
-from pipeproof.schedule.op_table import NONE
+from pipeproof.comm.channel_models import QUEUES, ChannelModel
 from pipeproof.verify.deadlock.deadlock_verdict import (
     DeadlockChecker,
     Verdict,
     blamed,
     cycle_of,
-    cyclic_part,
     deadlocks,
-    shortest_cycle,
 )
-from pipeproof.verify.deadlock.wait_columns import WaitGraph, early_transfers, rows_of
 from tests.verify.deadlock_definition import done, events_of, stuck_events
-from tests.verify.programs import errors, group, program, tensor
+from tests.verify.programs import group, program, tensor
 
 ALL = frozenset(QUEUES)
 
@@ -184,15 +179,6 @@ def test_which_models_a_small_program_deadlocks_under(name):
         assert bool(stuck_events(events)) == deadlocks(graph, model) == (queue in expected), queue
 
 
-def test_a_group_call_that_is_closed_behind_a_later_message_is_named_in_the_help():
-    """The order in which two ends issue decides what meets what: one more call, of the other end, is no fix."""
-    graph = CASES["a group call that is closed behind a later message of its channel"][0]
-    (found,) = [one for one in errors(program(*graph, tensors=[tensor()])) if one.code == "PP401"]
-    assert found.help == (
-        "close the batch of 0SEND_F0 before 0SEND_F1, the next message of its channel, or put both into it"
-    )
-
-
 @pytest.mark.parametrize(
     ("ranks", "opened"),
     [
@@ -208,29 +194,6 @@ def test_a_connection_that_one_side_never_uses_is_never_opened_and_holds_the_oth
     for connections, happens in (("lazy", opened), ("warm", True)):
         model = ChannelModel("directed_edge", "eager", connections=connections)
         assert (compute not in stuck_events(events_of(graph, model))) == happens
-
-
-def test_the_receive_that_a_full_buffer_waits_for():
-    graph = program(
-        "0SEND_F0{peer=1 tensor=0 range=0..5} 0SEND_F1{peer=1 tensor=0 range=0..5} 0SEND_F2{peer=1 tensor=0 range=0..1}"
-        " 0SEND_B0{peer=1 tensor=0 range=0..5}",
-        "1RECV_F0{peer=0 tensor=0 range=0..5} 1RECV_F1{peer=0 tensor=0 range=0..5} 1RECV_F2{peer=0 tensor=0 range=0..1}"
-        " 1RECV_B0{peer=0 tensor=0 range=0..5}",
-        tensors=[tensor(dtype="int8")],
-    ).graph
-
-    def awaited(**changes):
-        pairs = awaited_receives(graph, ChannelModel("pair", **changes))
-        return [(str(graph.ops[send]), str(graph.ops[receive])) for send, receive in zip(*pairs, strict=True)]
-
-    first, second = ("0SEND_F1", "1RECV_F0"), ("0SEND_F2", "1RECV_F1")
-    assert awaited(completes="slots", slots=1) == [first, second]
-    assert awaited(completes="slots", slots=2) == [("0SEND_F2", "1RECV_F0")]
-    assert awaited(completes="eager", eager_bytes=5) == [first, second]
-    assert awaited(completes="eager", eager_bytes=6) == awaited(completes="eager", eager_bytes=9)
-    assert awaited(completes="eager", eager_bytes=9) == [first, ("0SEND_F2", "1RECV_F0")]
-    assert awaited(completes="eager", eager_bytes=10) == [("0SEND_F2", "1RECV_F0")]
-    assert awaited(completes="eager", eager_bytes=11) == awaited(completes="eager") == []
 
 
 CROSSING = (
@@ -283,101 +246,10 @@ def test_a_buffered_send_without_a_receive_waits_for_nothing():
     assert stuck_events(events_of(graph, eager)) == []
 
 
-def test_a_transfer_is_early_only_on_its_own_channel():
-    """Between the members of the call, rank 0 sends to rank 6 on a channel of its own, or a second time to rank 5."""
-    for peer, expected in ((6, []), (5, [4])):
-        graph = program(
-            "0SEND_F0{peer=1} 0SEND_F1{peer=2} 0SEND_F2{peer=3} 0SEND_F3{peer=5 batch=0} "
-            f"0SEND_F4{{peer={peer}}} 0SEND_F5{{peer=4 batch=0}}",
-            *("" for _ in range(6)),
-        ).graph
-        early, _ = early_transfers(rows_of(graph))
-        assert early.tolist() == expected
-
-
 # --- the beginning of a large graph ---
 
 
-@pytest.mark.parametrize(
-    ("first", "expected"),
-    [(1, []), (2, [0, 1, 4, 5]), (3, [0, 1, 4, 5, 6]), (4, range(8)), (9, range(8)), (None, range(8))],
-)
-def test_the_first_rows_of_each_rank_hold_group_calls_whole_or_not_at_all(first, expected):
-    graph = program(
-        "0SEND_F0{peer=1 batch=0} 0RECV_B0{peer=1 batch=0} 0SEND_F1{peer=1 batch=1} 0RECV_B1{peer=1 batch=1}",
-        "1SEND_B0{peer=0 batch=1} 1RECV_F0{peer=0 batch=1} 1RECV_F1{peer=0} 1SEND_B1{peer=0}",
-    ).graph
-    rows = rows_of(graph, first)
-    assert rows.op.tolist() == list(expected)
-    assert np.flatnonzero(rows.here).tolist() == list(expected)
-
-
-@pytest.mark.parametrize(
-    ("first", "expected"), [(1, []), (2, []), (3, []), (4, range(4)), (5, range(5)), (6, range(5))]
-)
-def test_the_first_rows_end_before_a_group_call_that_goes_on_behind_them(first, expected):
-    """Two calls whose members take turns: without the second, the first is not whole either."""
-    graph = program(
-        "0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1 batch=1} 0RECV_B0{peer=1 batch=0} 0RECV_B1{peer=1 batch=1} "
-        "0SEND_F2{peer=1} 0F0",
-        "",
-    ).graph
-    assert rows_of(graph, first).op.tolist() == list(expected)
-
-
 # --- the shortest cycle ---
-
-
-def waits_of(*cycles):
-    """A graph of waits that consists of these cycles of nodes, each node waiting for the one behind it."""
-    pairs = [(cycle[i - 1], node) for cycle in cycles for i, node in enumerate(cycle)]
-    target, source = np.array(pairs, dtype=np.int64).T
-    return WaitGraph([(source, target, source, target)])
-
-
-@pytest.mark.parametrize(
-    ("cycles", "fewest"),
-    [
-        ([(1, 2, 3, 4), (5, 6, 7)], 3),
-        ([(1, 2, 3, 4, 5), (5, 6, 7, 8), (9, 10, 11, 12, 13)], 4),
-        ([(1, 2, 3), (4, 5)], 2),
-        ([(1, 2), (3,)], 1),
-        ([(1, 2, 3), (4,)], 1),
-        ([(0, 1, 2)], 3),  # no two nodes wait for each other, whatever their numbers
-    ],
-)
-def test_the_shortest_cycle_is_found_wherever_it_is(cycles, fewest):
-    waits = waits_of(*cycles)
-    assert cyclic_part(waits).all()
-    found = shortest_cycle(waits, cyclic_part(waits))
-    assert len(found) == fewest
-    assert all(waits.source[found[i - 1]] == waits.target[place] for i, place in enumerate(found))
-
-
-@pytest.mark.parametrize("cycle", [(), (2, 3, 4)])
-def test_what_leads_to_a_cycle_or_away_from_it_is_no_part_of_it(cycle):
-    """Nodes 0 and 1 wait for nothing of the cycle, 5 and 6 for all of it; without the cycle there is nothing."""
-    path = [(0, 1), (0, 2), (1, 2), (4, 5), (5, 6)]
-    pairs = path + [(cycle[i - 1], node) for i, node in enumerate(cycle)]
-    source, target = np.array(pairs, dtype=np.int64).T
-    part = cyclic_part(WaitGraph([(source, target, source, target)]))
-    assert np.flatnonzero(part).tolist() == list(range(len(path), len(pairs)))
-
-
-def test_a_batch_is_named_by_its_member_on_the_cycle():
-    graph = program(
-        "0SEND_F1{peer=1 batch=0} 0SEND_F5{peer=2 batch=0} WAIT(0SEND_F1) 0RECV_B0{peer=1}",
-        "1SEND_B0{peer=0} WAIT(1SEND_B0) 1RECV_F1{peer=0}",
-        "2RECV_F5{peer=0}",
-    ).graph
-    names = {str(graph.ops[op_id]) for op_id in cycle_of(graph, ChannelModel("directed_edge"))}
-    assert names == {"0SEND_F1", "WAIT(0SEND_F1)", "0RECV_B0", "1SEND_B0", "WAIT(1SEND_B0)", "1RECV_F1"}
-
-
-def test_the_search_in_a_large_knot_ends_with_what_was_met(monkeypatch):
-    waits = waits_of((1, 2, 3, 4), (5, 6, 7))
-    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._MOST_STEPS", 0)
-    assert len(shortest_cycle(waits, cyclic_part(waits))) == 4
 
 
 def test_a_cycle_far_behind_is_found_where_a_rank_has_no_program(monkeypatch):
@@ -436,16 +308,3 @@ def test_of_a_large_graph_the_beginning_is_shown_and_not_a_shorter_cycle_far_beh
     assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, model)} == {0, 1}
     monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 100)
     assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, model)} == {0, 1, 2}
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("0F0{batch=0} 0F1{batch=0}", [NONE, NONE]),
-        ("0F0{batch=0} 0F1{batch=0} 0F2", [NONE, NONE, NONE]),
-        ("0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1 batch=0} 0F0", [0, 0, NONE]),
-        ("0F0{batch=0} 0SEND_F0{peer=1 batch=0} 0F1{batch=1} 0F2{batch=1}", [0, 0, NONE, NONE]),
-    ],
-)
-def test_a_batch_of_computations_alone_is_no_call(text, calls):
-    assert calls_of(program(text, "1F0").graph).tolist() == [*calls, NONE]

@@ -14,7 +14,6 @@ from pipeproof.comm.backends import backend_table
 from pipeproof.diagnostics.finding import CycleWitness, Severity
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.schedule.op_table import TensorSpec, build_graph
-from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.deadlock import RULES
 from pipeproof.verify.deadlock.deadlock_verdict import conditions
 from pipeproof.verify.subject import graph_subject
@@ -151,23 +150,6 @@ def test_posts_that_hold_the_host_make_a_deadlock_of_what_waits_later():
     assert ("PP401", "error") in found(with_backend(early, host_blocks_on_post=True))
 
 
-def test_a_slot_helps_once_and_two_sends_ahead_need_two():
-    ahead = program(
-        "0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1) 0RECV_B0{peer=1} WAIT(0RECV_B0) 0B0",
-        "1B0 1SEND_B0{peer=0} WAIT(1SEND_B0) 1RECV_F0{peer=0} 1RECV_F1{peer=0} WAIT(1RECV_F0) WAIT(1RECV_F1) 1F0 1F1",
-    )
-    one_slot = with_backend(ahead, send_completes="slots")
-    assert "PP401" not in {f.code for rule in RULES for f in rule.check(one_slot)}  # the gradient fits into its slot
-    both = program(
-        "0SEND_F0{peer=1} 0SEND_F1{peer=1} WAIT(0SEND_F1) 0RECV_B0{peer=1} 0RECV_B1{peer=1} WAIT(0RECV_B0) "
-        "WAIT(0RECV_B1) WAIT(0SEND_F0)",
-        "1SEND_B0{peer=0} 1SEND_B1{peer=0} WAIT(1SEND_B1) 1RECV_F0{peer=0} 1RECV_F1{peer=0} WAIT(1RECV_F0) "
-        "WAIT(1RECV_F1) WAIT(1SEND_B0)",
-    )
-    assert "PP401" in {f.code for rule in RULES for f in rule.check(with_backend(both, send_completes="slots"))}
-    assert "PP401" not in {f.code for rule in RULES for f in rule.check(with_backend(both, send_completes="eager"))}
-
-
 # --- what never comes ---
 
 
@@ -192,18 +174,6 @@ def test_a_send_that_is_buffered_needs_no_receive_to_end():
     assert ("PP402", "error") not in found(with_backend(one, send_completes="slots"))
     two = program("0F0 0SEND_F0{peer=1} 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1)", "1F0")
     assert "0SEND_F1" in only(with_backend(two, send_completes="slots"), "PP402").message
-
-
-def test_the_collective_that_is_not_joined_is_named_among_those_of_its_group():
-    one = program(
-        "0BARRIER:cp{group=1} 0BARRIER:tp{group=0} 1BARRIER:tp{group=0} 2BARRIER:tp{group=0}",
-        "0BARRIER:cp{group=1} 0BARRIER:tp{group=0}",
-        groups=[group("tp", 0, 1), group("cp", 0, 1)],
-    )
-    finding = only(one, "PP402")
-    assert "rank 0 issues 1BARRIER:tp on tp group [0, 1]" in finding.message
-    assert "rank 1 issues only 1 collectives there" in finding.message
-    assert [(op.rank, op.op) for op in finding.witness.ops] == [(0, "1BARRIER:tp"), (1, "1BARRIER:tp")]
 
 
 @pytest.mark.parametrize(("num_receives", "expected"), [(0, {"0SEND_F1", "0SEND_F2"}), (1, {"0SEND_F2"}), (2, set())])
@@ -285,13 +255,6 @@ def test_a_receive_posted_early_deadlocks_where_connections_open_at_first_use():
     assert "first use" in only(alone, "PP413").message
 
 
-def test_first_collectives_of_two_groups_in_opposite_orders_meet_as_groups_are_made():
-    """Nothing but the making of the communicators is out of order: the calls run on streams of their own."""
-    one = program(*OPPOSITE, groups=GROUPS)
-    (finding,) = [f for f in check_subject(one).findings if f.code == "PP413"]
-    assert finding.severity is Severity.WARNING
-
-
 # --- conditional ---
 
 
@@ -337,22 +300,6 @@ def test_a_plan_that_never_ends_on_its_own_backend_is_not_called_safe_there():
     assert "PP411" not in {code for code, _ in found(mutated(subject(), forget))}
 
 
-def test_the_witness_of_a_condition_is_under_the_first_model_named():
-    """Three ranks in a ring where all transfers share a FIFO; two that cross only if collectives are in it, too."""
-    one = program(
-        "0SEND_F0{peer=1} 0BARRIER:tp{group=0 queue=side}",
-        "0BARRIER:tp{group=0 queue=side} 1RECV_F0{peer=0}",
-        "2SEND_F0{peer=3} 2RECV_F0{peer=4}",
-        "3SEND_F0{peer=4} 3RECV_F0{peer=2}",
-        "4SEND_F0{peer=2} 4RECV_F0{peer=3}",
-        groups=[group("tp", 0, 1)],
-    )
-    finding = only(one, "PP411")
-    assert "one FIFO per device" in finding.message
-    assert "issue transfers that cross as one batch" in finding.help
-    assert {op.rank for op in finding.witness.ops} == {0, 1}
-
-
 def test_messages_larger_than_an_eager_buffer_are_conditional_under_it():
     """Under 4 MiB a send runs ahead; above it is a rendezvous."""
 
@@ -371,12 +318,6 @@ def test_messages_larger_than_an_eager_buffer_are_conditional_under_it():
 # --- the fix ---
 
 
-def test_a_fix_is_reported_with_its_operations_and_works():
-    assert "on rank 1, move WAIT(1SEND_B0) behind 1RECV_F1" in only(crossing(), "PP401").help
-    fixed = crossing(second=("WAIT(1SEND_B0) 1RECV_F1{peer=0}", "1RECV_F1{peer=0} WAIT(1SEND_B0)"))
-    assert ("PP401", "error") not in found(fixed)
-
-
 def wait_for_each_send_at_once(program_rows):
     for mine in program_rows:
         waits = [row for row in mine if str(row.op).startswith("WAIT(") and "SEND" in str(row.op)]
@@ -390,19 +331,6 @@ def test_blocking_sends_of_a_whole_schedule_are_fixed_wherever_they_are():
     assert "each WAIT(1SEND_B) behind the nearest 1RECV_F" in only(two, "PP401").help
     four = mutated(subject(topology={"pp": 4}, schedule={"num_micro_batches": 8}), wait_for_each_send_at_once)
     assert "proved not to deadlock" in only(four, "PP401").help
-
-
-def test_on_one_queue_a_batch_is_what_helps():
-    one = program(
-        "0SEND_F1{peer=1} 0RECV_B0{peer=1} WAIT(0RECV_B0) WAIT(0SEND_F1)",
-        "1SEND_B0{peer=0} 1RECV_F1{peer=0} WAIT(1SEND_B0) WAIT(1RECV_F1)",
-    )
-    assert "on rank 0, issue 0SEND_F1 and 0RECV_B0 as one batch" in only(with_backend(one, queue="rank"), "PP401").help
-    fixed = program(
-        "0SEND_F1{peer=1 batch=0} 0RECV_B0{peer=1 batch=0} WAIT(0RECV_B0) WAIT(0SEND_F1)",
-        "1SEND_B0{peer=0} 1RECV_F1{peer=0} WAIT(1SEND_B0) WAIT(1RECV_F1)",
-    )
-    assert ("PP401", "error") not in found(with_backend(fixed, queue="rank"))
 
 
 def test_where_no_reordering_helps_none_is_reported():

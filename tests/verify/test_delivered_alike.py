@@ -39,51 +39,6 @@ def damaged(one):
     return {item.rank for item in finding.witness.lost}, finding.message.partition(" wrongly ")[2]
 
 
-def between_teams(**changes):
-    """Two tensor-parallel groups of two ranks, whole tensors; ``changes`` are of both messages of micro-batch 1."""
-    rows = [[] for _ in range(4)]
-    for k in range(2):
-        message(rows, 0, k, 2 + k)
-        message(rows, 1, k, 2 + k, **changes)
-    return graph_subject(graph_of(rows, (0, 1), (2, 3)))
-
-
-def test_all_alike_is_right():
-    assert list(RULES[0].check(between_teams())) == []
-
-
-def test_another_layout_at_the_receiver():
-    assert damaged(between_teams(wanted=1)) == ({2, 3}, "in micro-batch 1")
-
-
-def test_another_layout_at_the_sender():
-    assert damaged(between_teams(sent=1)) == ({2, 3}, "in micro-batch 1")
-
-
-def test_another_place_in_the_group():
-    rows = [[] for _ in range(4)]
-    for k in range(2):
-        message(rows, 0, k, 2 + k)
-        message(rows, 1, k, 3 - k)
-    assert damaged(graph_subject(graph_of(rows, (0, 1), (2, 3)))) == ({2, 3}, "in micro-batch 1")
-
-
-def test_a_slice_from_another_group():
-    """Two groups send; in micro-batch 1 the second slice comes from the other one, from the same place in it."""
-    tensor = TensorSpec("hidden", (16,), "float32", "invariant", "h")
-    rows = [[] for _ in range(6)]
-    for micro_batch, second in ((0, 1), (1, 3)):
-        message(rows, micro_batch, 0, 4, part=(0, 8))
-        message(rows, micro_batch, second, 5, part=(8, 16))
-        for k, rank in enumerate((4, 5)):
-            gather = parse_op(f"1GATHER_F{micro_batch}")
-            rows[rank].append(Row(gather, tensor=0, start=8 * k, stop=8 * k + 8, group=2))
-    one = graph_subject(graph_of(rows, (0, 1), (2, 3), (4, 5), tensors=[tensor]))
-    receivers, where = damaged(one)
-    assert where == "in micro-batch 1"
-    assert receivers == {4, 5}  # 4 is sent the right slice itself, and gathers the other
-
-
 def test_another_replica():
     """With data parallelism both stages have two replicas; in micro-batch 1 they send each other's tensors."""
     one = exchanged({0: 1, 1: 0, 2: 3, 3: 2}, topology={"pp": 2, "dp": 2})
@@ -147,18 +102,6 @@ def test_shards_that_come_together_on_a_rank_without_a_group(second):
     )
 
 
-def test_what_is_before_and_behind_the_part_that_came_is_lost():
-    rows = [[], []]
-    message(rows, 0, 0, 1, part=(4, 8))
-    tensor = TensorSpec("hidden", (16,), "float32", "invariant", "h")
-    (finding,) = RULES[0].check(graph_subject(graph_of(rows, tensors=[tensor])))
-    assert "12 of 16 elements" in finding.message
-    assert [(item.start, item.stop, item.covers) for item in finding.witness.lost] == [
-        (0, 4, "h 0 .. h 3"),
-        (8, 16, "h 8 .. h 15"),
-    ]
-
-
 SLICED_SHARDS = [(2, 0, 8, 16, "h 8 .. h 15"), (3, 1, 0, 8, "h 0 .. h 7")]
 
 
@@ -177,17 +120,6 @@ def test_slices_of_a_tensor_that_its_receiver_has_in_another_shape(placement, ex
     findings = RULES[0].check(graph_subject(graph_of(rows, (0, 1), (2, 3), tensors=tensors)))
     lost = [item for finding in findings for item in finding.witness.lost]
     assert [(item.rank, item.source_rank, item.start, item.stop, item.covers) for item in lost] == expected
-
-
-def test_elements_that_no_sender_has_are_named_by_the_message_that_came_instead():
-    """Equal copies are no values of each rank's own."""
-    tensors = [TensorSpec(name, (16,), "float32", name, "h") for name in ("invariant", "varying")]
-    rows = [[] for _ in range(4)]
-    for k in range(2):
-        message(rows, 0, k, 2 + k, wanted=1)
-    (finding,) = RULES[0].check(graph_subject(graph_of(rows, (0, 1), (2, 3), tensors=tensors)))
-    lost = [(item.rank, item.source_rank, item.start, item.stop) for item in finding.witness.lost]
-    assert lost == [(2, 0, 0, 16), (3, 1, 0, 16)]
 
 
 LARGE = [
@@ -321,33 +253,6 @@ def test_every_element_comes_from_where_the_numbers_say(one):
                 arrived[receiver, op].tolist() == expected[:32].tolist()
             )  # what is joined may be more than the tensor
     assert num_seen == len(arrived)
-
-
-def test_a_gather_of_a_range_into_which_nothing_came_leaves_nothing():
-    rows = [[] for _ in range(4)]
-    for k in range(2):
-        message(rows, 0, k, 2 + k, part=(0, 8))
-        rows[2 + k].append(Row(parse_op("1GATHER_F0"), tensor=0, start=8, stop=16, group=1))
-    tensor = TensorSpec("hidden", (16,), "float32", "invariant", "h")
-    (finding,) = RULES[0].check(graph_subject(graph_of(rows, (0, 1), (2, 3), tensors=[tensor])))
-    assert "32 of 32 elements wrongly" in finding.message
-
-
-def test_messages_that_a_gather_joins_are_no_event_of_others():
-    """Two receivers get a whole tensor each in one micro-batch, and halves that are gathered in six others."""
-    rows = [[] for _ in range(4)]
-    for micro_batch in range(7):
-        for k in range(2):
-            part = (8 * k, 8 * k + 8) if micro_batch else (0, 16)
-            message(rows, micro_batch, k, 2 + k, part=part)
-            if micro_batch:
-                gather = parse_op(f"1GATHER_F{micro_batch}")
-                rows[2 + k].append(Row(gather, tensor=0, start=part[0], stop=part[1], group=1))
-    tensor = TensorSpec("hidden", (16,), "float32", "invariant", "h")
-    one = graph_subject(graph_of(rows, (0, 1), (2, 3), tensors=[tensor]))
-    found = events(one.graph, places_of(one))
-    assert sorted(np.diff(found.offsets).tolist()) == [1, 1, *[2] * 6]
-    assert list(RULES[0].check(one)) == []
 
 
 def test_a_receive_that_meets_the_announcement_of_a_shape_gets_no_tensor():

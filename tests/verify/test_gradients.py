@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.op_table import Group, build_graph
-from pipeproof.schedule.ops import OpKind
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.gradients.diagnose import diagnose
 from tests.plans import subject
@@ -199,23 +198,3 @@ def test_findings_name_what_is_alike_once():
     (found,) = report.errors
     assert "rank 0 (pp 0, dp 0, tp 0) and 7 more" in found.message
     assert "and 28 more: each dp rank has an addend" in found.message
-
-
-def test_reductions_in_buckets():
-    """One collective for several parameters, as long as they follow each other."""
-    base = subject(topology={"pp": 1, "dp": 2}, model={"num_layers": 1})
-    numels = [row.stop for row in base.graph.rows()[0] if row.op.target and row.op.target.kind is OpKind.REDUCE_GRAD]
-
-    def in_two(rows, lengths):
-        for program in rows:
-            mine = [row for row in program if row.op.target and row.op.target.kind is OpKind.REDUCE_GRAD]
-            place = program.index(mine[0])
-            program[:] = [row for row in program if row not in mine]
-            program[place:place] = [
-                dataclasses.replace(row, stop=length) for row, length in zip(mine, lengths, strict=False)
-            ]
-
-    whole = [sum(numels[:4]), sum(numels[4:])]
-    assert own(mutated(base, lambda rows: in_two(rows, whole))) == set()
-    short = [sum(numels[:4]), sum(numels[4:-1])]
-    assert own(mutated(base, lambda rows: in_two(rows, short))) == {"PP601"}

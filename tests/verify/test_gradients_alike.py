@@ -115,28 +115,12 @@ def test_an_average_over_pp_of_a_weight_without_copies_changes_nothing():
     assert own(model(f"0F0 0B0 {average} 0STEP\n1F0 1B0 1STEP", given, pp=2)) == set()
 
 
-def test_stages_that_do_the_same_may_wait_differently():
-    waits = "{s}F0 {s}B0 {s}REDUCE_GRAD:pp{{writes=grad[{p}]}} WAIT({s}REDUCE_GRAD:pp){{queue=side}} "
-    waits += "{s}REDUCE_GRAD:dp{{@dp queue=side}} WAIT({s}REDUCE_GRAD:dp) {s}STEP"
-    right, other = (waits.format(s=s, p="p") for s in (0, 1))
-    given = facts(ParameterGradient("p", (0,)), ParameterGradient("p", (1,)), losses=(Loss("main", 1, SUM),))
-    assert own(model(f"{right}\n{other}", given, dp=2, pp=2)) == set()
-    without = other.replace("WAIT(1REDUCE_GRAD:pp){queue=side} ", "")
-    assert own(model(f"{right}\n{without}", given, dp=2, pp=2)) == {"PP608"}
-
-
 def test_a_group_with_a_rank_of_another_stage_sums_what_is_not_the_gradient():
     given = facts(ParameterGradient("first", (0,)), ParameterGradient("last", (1,)), losses=(Loss("main", 1, SUM),))
     text = "0F0 0B0 0REDUCE_GRAD:dp{@dp} 0STEP\n1F0 1B0 1REDUCE_GRAD:dp{@dp} 1STEP"
     one = model(text, given, dp=2, pp=2)
     assert own(one) == set()
     assert {p.parameter for p in diagnose(regrouped(one, "dp", (0, 1, 2), (3,)))} >= {"first"}
-
-
-def test_an_evaluation_s_finding_is_of_the_rank_with_the_scale():
-    given = facts(BIAS, losses=(Loss("main", 1, SUM),))
-    (found,) = diagnose(model("0F0\n1F0{scale=1}", given, pp=2))
-    assert (found.cause.value, found.rank) == ("PP609", 1)
 
 
 def test_a_shared_weight_of_a_folded_program():
@@ -185,8 +169,6 @@ def test_a_reduction_that_names_no_group_is_over_the_ranks_that_hold_a_copy():
     assert own(three_stages(group="")) == set()
 
 
-TIED = subject(topology={"dp": 2}, model={"tied_embedding": True}).unfolded()
-DUAL = subject(topology={"dp": 2}, schedule={"kind": "dualpipe"}).unfolded()
 DP = subject(topology={"dp": 2, "tp": 2}).unfolded()
 
 
@@ -198,24 +180,6 @@ def without(base, part, *ranks):
             drop(part)([rows[rank]])
 
     return mutated(base, change)
-
-
-@pytest.mark.parametrize("base", [TIED, DUAL])
-@pytest.mark.parametrize(
-    ("ranks", "named"),
-    [
-        ((0, 2), "rank 0 (pp 0, dp 0) and 1 more,"),
-        ((1, 3), "rank 1 (pp 0, dp 1) and 1 more,"),
-        ((3,), "rank 3 (pp 1, dp 1),"),
-        ((0, 1, 2), "rank 0 (pp 0, dp 0) and 2 more,"),
-        ((0, 1, 2, 3), "rank 0 (pp 0, dp 0) and 3 more,"),
-    ],
-)
-def test_the_replica_without_a_sum_over_copies_is_named(base, ranks, named):
-    (found,) = (one for one in errors(without(base, "REDUCE_GRAD:pp", *ranks)) if one.code == "PP608")
-    assert found.message.startswith(named)
-    assert {one.rank for one in found.witness.ops} <= set(ranks)
-    assert ("as other ranks do" in found.message) == (len(ranks) < 4)
 
 
 def test_the_rank_without_a_sum_over_its_axis_is_named():

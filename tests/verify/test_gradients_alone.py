@@ -83,21 +83,6 @@ def test_sums_and_products_are_those_of_their_values(first, second):
         assert a * a.inverse == ONE
 
 
-def test_coefficients_as_people_read_them():
-    dp, tokens = Coefficient.named("dp"), Coefficient.named("tokens")
-    assert str(ZERO) == "0"
-    assert str(Coefficient.of(Fraction(2, 3)) * dp) == "2*dp/3"
-    assert str(dp.inverse * tokens.inverse) == "1/(dp*tokens)"
-    assert str(dp * dp * Coefficient.of(-1)) == "-1*dp^2"
-    assert str(tokens.inverse + dp) == "dp + 1/tokens"
-    assert dp.number is None
-    assert (dp + tokens).names == {"dp", "tokens"}
-    with pytest.raises(ZeroDivisionError, match="zero"):
-        _ = ZERO.inverse
-    with pytest.raises(ValueError, match="several terms"):
-        _ = (dp + tokens).inverse
-
-
 def test_scales_are_read_strictly():
     assert parse_scale("1/dp") == {"": ((1, 1), ("dp", -1))}
     assert parse_scale("0.5*dp, aux:1/tp") == {"": ((Fraction(1, 2), 1), ("dp", 1)), "aux": ((1, 1), ("tp", -1))}

@@ -163,42 +163,6 @@ def test_calls_that_no_parameter_is_left_for_are_strays_each(calls, unexpected):
     assert found == [(int(number), 0, (1,)) for number in unexpected]
 
 
-def test_a_call_that_is_left_over_behind_one_of_a_known_gradient():
-    calls = ["0 @dp range=0..8", "1 @dp range=0..4", "2 @dp range=0..4 scale=1/dp", "3 @dp range=0..7"]
-    assert wrong(of_calls(sized(a=8, b=4), *calls)) == {(UNEXPECTED, "")}
-    one = of_calls(sized(a=8, b=8), *(f"{i} @dp range=0..8" for i in range(3)))
-    assert "as many as `a` and 1 more have" in diagnose(one)[0].fact
-
-
-def test_an_average_over_ranks_that_hold_other_parts_is_a_stray():
-    """Two of the gradients with its size are cut over ep, one is not."""
-    parameters = (*(dataclasses.replace(one, sharded_over=("ep",)) for one in sized(a=8, b=8)), *sized(c=8))
-    text = "0F0 0B0 0REDUCE_GRAD:ep %s 0REDUCE_GRAD:dp{@dp} 0STEP"
-    calls = [f"0REDUCE_GRAD:ep/{i}.ALL_REDUCE:ep{{@ep range=0..8%s}}" for i in range(2)]
-    one = model(text % " ".join((calls[0] % "", calls[1] % " reduction=avg")), facts(*parameters), ep=2, dp=2)
-    assert wrong(one) == {(UNEXPECTED, "")}
-    assert "sums 8 elements, as many as `a` and 2 more have" in diagnose(one)[0].fact
-
-
-@pytest.mark.parametrize(
-    ("first", "expected"),
-    [("", set()), (" reduction=max", {(TWICE, "norm")})],
-)
-def test_calls_for_all_parameters_of_a_stage_are_theirs_in_their_order(first, expected):
-    """Over tp only the norm's gradient is to be summed; an average of the other one changes nothing."""
-    dense, norm = sized(dense=8, norm=8)
-    norm = dataclasses.replace(norm, partial_over=("tp",))
-    calls = ["0 @tp range=0..8 reduction=avg", f"1 @tp range=0..8{first}"]
-    assert wrong(of_calls((dense, norm), *calls, axis="tp", tp=2)) == expected
-
-
-def test_sums_over_ranks_that_have_the_whole_of_each_gradient_are_strays():
-    calls = ["0 @tp range=0..6 reduction=avg", "1 @tp range=0..7"]
-    one = of_calls(sized(a=6, b=8, c=8), *calls, axis="tp", tp=2)
-    assert wrong(one) == {(UNEXPECTED, "")}
-    assert "no gradient of stage 0 is to be summed over tp" in diagnose(one)[0].fact
-
-
 SHARED = (
     ParameterGradient("embedding", (0, 1)),
     ParameterGradient("first", (0,)),
@@ -278,14 +242,6 @@ def test_elements_that_are_kept_of_buckets(parameters, calls, steps, expected):
     one, other = (of_calls(parameters, *calls, step=step % range_, kind="REDUCE_SCATTER") for range_ in steps)
     rows = [one.graph.rows()[0], other.graph.rows()[1]]
     assert wrong(one.with_graph(build_graph(rows, (), one.graph.groups))) == expected
-
-
-def test_gathered_elements_of_a_sum_are_no_sum():
-    calls = ["0 @dp range=0..8", "1 @dp range=0..8"]
-    one = of_calls(
-        sized(a=8, b=8), *calls, kind="REDUCE_SCATTER", step="0REDUCE_GRAD:dp/2.ALL_GATHER:dp{@dp range=0..8} 0STEP"
-    )
-    assert wrong(one) == set()
 
 
 def test_a_sum_over_copies_that_names_no_weight_is_of_those_with_copies():

@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 
 from pipeproof.diagnostics.finding import OpsWitness
-from pipeproof.schedule.ops import parse_op
-from pipeproof.stages.describe.gradient_facts import ParameterGradient
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 from tests.verify.gradient_models import BIAS, DENSE, EXPERTS, NORM, facts, model
@@ -28,19 +26,6 @@ def behind(block, like, **values):
             if calls:
                 op = calls[like].op._replace(index=len(calls))
                 program.insert(program.index(calls[-1]) + 1, dataclasses.replace(calls[like], op=op, **values))
-
-    return change
-
-
-def before(step, text, like, **values):
-    """Put a call in front of a STEP: a copy of the first row that begins with ``like``."""
-
-    def change(rows):
-        for program in rows:
-            row = next((row for row in program if str(row.op).startswith(like)), None)
-            place = next((i for i, row in enumerate(program) if str(row.op) == step), None)
-            if row is not None and place is not None:
-                program.insert(place, dataclasses.replace(row, op=parse_op(text), **values))
 
     return change
 
@@ -84,10 +69,6 @@ def test_a_repeated_sum_of_a_known_gradient_is_wrong_where_its_value_is(values, 
         assert "`embed.weight`: 0REDUCE_GRAD:dp/15.ALL_REDUCE:dp" in only(one, "PP602").message
 
 
-def test_an_average_over_equal_gradients_changes_nothing():
-    assert errors(mutated(DP, behind("0REDUCE_GRAD:dp", 1, reduction="avg"))) == []
-
-
 def test_an_expert_gradient_that_is_summed_over_ep_once_more():
     experts = [weight for weight in EP.plan.weights_of(0, 0) if "experts" in weight.name]
     found = only(mutated(EP, behind("0REDUCE_GRAD:ep", -1, stop=512)), "PP613")
@@ -95,15 +76,6 @@ def test_an_expert_gradient_that_is_summed_over_ep_once_more():
     name = f"grad[{experts[0].name}]"
     found = only(mutated(EP, behind("0REDUCE_GRAD:ep", -1, stop=512, writes=(name,))), "PP602")
     assert "adds up different parts of the weight, which is cut over ep" in found.message
-
-
-def test_a_sum_over_an_axis_where_each_rank_has_the_whole_gradient():
-    def change(rows):
-        before("0STEP", "0REDUCE_GRAD:tp", "0REDUCE_GRAD:dp")(rows)
-        before("0STEP", "0REDUCE_GRAD:tp/0.ALL_REDUCE:tp", "0F0/", stop=16)(rows)
-
-    found = only(mutated(subject(topology={"tp": 2, "dp": 2}), change), "PP613")
-    assert "no gradient of stage 0 is to be summed over tp" in found.message
 
 
 BLOCK = "0F0 0B0 0REDUCE_GRAD:dp"
@@ -163,14 +135,6 @@ def test_an_exchange_over_ranks_that_hold_other_parts_is_found():
     text = "0F0 0B0 0BROADCAST:tp{@tp writes=grad[%s]} 0REDUCE_GRAD:dp{@dp} 0STEP"
     assert own(model(text % "bias", facts(BIAS, DENSE), tp=2, dp=2)) == set()
     assert "`dense`" in only(model(text % "dense", facts(BIAS, DENSE), tp=2, dp=2), "PP613").message
-
-
-def test_a_named_expert_gradient_over_ep_in_symbols():
-    text = "0F0 0B0 0REDUCE_GRAD:ep{@ep} 0REDUCE_GRAD:dp{@dp} 0REDUCE_GRAD:ep{@ep writes=grad[experts]} 0STEP"
-    given = facts(BIAS, ParameterGradient("experts", (0,), sharded_over=("ep",)))
-    assert "`experts`" in only(model(text, given, ep=2, dp=2), "PP602").message
-    assert own(model(text.replace("experts", "bias"), given, ep=2, dp=2)) == {"PP602"}
-    assert own(model(text.replace("experts]", "bias] reduction=avg"), given, ep=2, dp=2)) == set()
 
 
 SUM = "0REDUCE_GRAD:dp{@dp}"

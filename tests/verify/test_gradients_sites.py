@@ -12,23 +12,6 @@ from tests.verify.gradient_models import BIAS, DENSE, SUM, facts, model
 from tests.verify.gradient_mutants import changed, only, own
 from tests.verify.programs import errors, mutated
 
-OWN_PLACES = """
-    0F0 0F1 0B0 0B1 0REDUCE_GRAD:dp{@dp} 0SCALE_GRAD{scale=1/2} 0SCALE_GRAD{scale=2} 0STEP
-    0F0 0F1 0B0 0B1 0REDUCE_GRAD:dp{@dp scale=1/2} 0SCALE_GRAD{scale=2} 0STEP
-"""
-
-
-def test_the_forward_with_the_wrong_scale_is_the_one_that_is_shown():
-    """Ranks that scale in different places, so that each is checked for itself: one forward of one rank is wrong."""
-    base = OWN_PLACES.strip().splitlines()
-    assert own(model("\n".join(base), facts(BIAS), dp=2)) == set()
-    wrong = [base[0].replace("0F0", "0F0{scale=1/global_tokens}"), base[1].replace("0F1", "0F1{scale=1/tp}")]
-    found = only(model("\n".join(wrong), facts(BIAS), dp=2), "PP606")
-    assert "each token of micro-batch 1 on dp 1 counts 1, declared 1/global_tokens" in found.message.replace(
-        " in the update of `bias`", ""
-    )
-    assert (found.witness.ops[0].rank, found.witness.ops[0].op) == (1, "0F1")
-
 
 def test_tokens_of_every_data_rank_are_counted():
     """10, 12 and 8 tokens: a third of a mean over one's own is right on the first rank alone."""
@@ -77,33 +60,6 @@ def test_another_rank_s_group_is_not_the_rank_s_own():
     assert "0REDUCE_GRAD:dp sums over ranks 1, 3, which is not the dp group of rank 0" in found.message
 
 
-@pytest.mark.parametrize(
-    ("names", "named"),
-    [("a", "`a`: "), ("abc", "`a`, `b`, `c`: "), ("abcd", "`a`, `b`, `c` and 1 more: "), ("abcde", "and 2 more: ")],
-)
-@pytest.mark.parametrize(("dp", "ranks"), [(2, "rank 0 and 1 more, "), (3, "rank 0 and 2 more, ")])
-def test_a_finding_names_three_parameters_and_counts_ranks_and_the_rest(names, named, dp, ranks):
-    given = facts(*(ParameterGradient(name, (0,)) for name in names))
-    found = only(model("0F0 0B0 0STEP", given, dp=dp), "PP601")
-    assert found.message.startswith(f"{ranks}gradient of ")
-    assert named in found.message
-
-
-def test_one_rank_is_named_alone():
-    found = only(model("0F0 0F1 0B0 0STEP 0B1", facts(BIAS), dp=1), "PP604")
-    assert found.message.startswith("rank 0, gradient of `bias`: ")
-
-
-def test_what_counts_a_sum_of_unlike_things_is_to_be_scaled_once():
-    text = """
-        0F0 0B0 0SCALE_GRAD{scale=global_tokens} 0REDUCE_GRAD:tp{@tp reduction=avg writes=grad[bias]} 0STEP
-        0F0 0B0 0REDUCE_GRAD:tp{@tp reduction=avg writes=grad[bias]} 0STEP
-    """
-    found = only(model(text, facts(BIAS), tp=2), "PP606")
-    assert found.help == "scale what is added once, after the last micro-batch"
-    assert "counts 1/2 + 1/(2*micro_batch_tokens) in" in found.message
-
-
 EACH, TWO = "1/micro_batch_tokens", "0F0{scale=1} 0F1{scale=1} 0B0 0B1"
 OF_STEP = "0SCALE_GRAD{scale=1/step_tokens}"
 
@@ -127,12 +83,6 @@ OF_STEP = "0SCALE_GRAD{scale=1/step_tokens}"
 )  # fmt: skip
 def test_sizes_that_rows_may_use(text, scale, sizes, expected):
     assert own(model(f"{text} 0STEP", facts(BIAS, losses=(Loss("main", 0, scale),)), **sizes)) == expected
-
-
-def test_a_size_without_a_known_number_where_those_of_tokens_are_known():
-    given = facts(BIAS, token_counts=((8,), (8,)))
-    text = "0F0{scale=1/rank_tokens} 0B0 0REDUCE_GRAD:cp{@cp} 0REDUCE_GRAD:dp{@dp} 0STEP"
-    assert "counts 1/rank_tokens" in only(model(text, given, cp=2, dp=2), "PP606").message
 
 
 def test_a_program_that_only_adds_is_not_checked():
@@ -164,16 +114,6 @@ def test_a_loss_reaches_the_parameters_of_its_stage_and_of_those_before():
         dataclasses.replace(one, losses=(LossPath("main"),)) for one in given.parameters
     ))  # fmt: skip
     assert diagnose(model(text, paths, dp=1)) == ()
-
-
-def test_the_first_micro_batch_with_a_wrong_scale_is_shown_with_its_rank():
-    text = "0F0 0F2{scale=3/global_tokens} 0F1{scale=3/global_tokens} 0B0 0B1 0B2 0STEP"
-    found = only(model(text, facts(BIAS), dp=1), "PP606")
-    assert [one.op for one in found.witness.ops] == ["0F1"]
-    first, second = OWN_PLACES.strip().splitlines()
-    wrong = [first.replace("0F1", "0F1{scale=3/global_tokens}"), second.replace("0F0", "0F0{scale=3/global_tokens}")]
-    found = only(model("\n".join(wrong), facts(BIAS), dp=2), "PP606")
-    assert "each token of micro-batch 1 on dp 0 counts 3/global_tokens" in found.message
 
 
 def test_the_loss_of_custom_layers_is_behind_the_last_of_them():

@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.backends import backend_table
-from pipeproof.comm.channel_models import calls_of
 from pipeproof.schedule.op_table import NONE, Group, Row, build_graph
 from pipeproof.schedule.ops import Op, OpKind, parse_op, wait_for
 from pipeproof.verify.lifetime.buffer_uses import uses_of
@@ -167,106 +166,5 @@ def test_a_wait_for_a_later_operation_of_the_queue_settles_a_pair():
     assert order.before(op["0B0"], op["0B2"])  # true all the same: `definitely_before` leaves rare reasons to the walk
 
 
-def test_only_transfers_of_one_end_of_a_channel_follow_each_other():
-    graph = program_subject(
-        "rank 0: 0SEND_F0{peer=1} 0SEND_F0{peer=2} 0SEND_F1{peer=1} 0RECV_B0{peer=1}\n"
-        "rank 1: 1RECV_F0{peer=0} 1RECV_F1{peer=0} 1SEND_B0{peer=0}\nrank 2: 1RECV_F0{peer=0}"
-    ).graph
-    order = order_of(graph, dataclasses.replace(GLOO, host_blocks_on_post=False))
-    to_one, to_two, to_one_again, back = range(4)
-    pairs = {(to_one, to_one_again): True, (to_one, to_two): False, (to_two, to_one_again): False,
-             (to_one, back): False}  # fmt: skip
-    for (earlier, later), is_ordered in pairs.items():
-        assert order.definitely_before(np.array([earlier]), np.array([later])).tolist() == [is_ordered]
-        assert order.before(earlier, later) == is_ordered
-
-
-def test_a_child_runs_on_the_queue_and_in_the_batch_of_its_parent_unless_its_row_names_one():
-    order = order_of(
-        program_subject(
-            "rank 0: 0F0 0REDUCE_GRAD:dp{queue=side} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{group=0} 1REDUCE_GRAD:dp "
-            "1REDUCE_GRAD:dp/0.ALL_REDUCE:dp{group=0 queue=side} 2REDUCE_GRAD:dp{queue=side} "
-            "2REDUCE_GRAD:dp/0.ALL_REDUCE:dp{group=0 queue=compute}\ngroup dp: 0"
-        ).graph,
-        GLOO,
-    )
-    compute, side = order.queue[0], order.queue[1]
-    assert order.queue.tolist() == [compute, side, side, compute, side, side, compute]
-    assert side not in (compute, NONE)
-    assert len(set(order.run.tolist())) == 7
-
-    order = order_of(
-        program_subject(
-            "rank 0: 0REDUCE_GRAD:dp{batch=0} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{group=0} 1REDUCE_GRAD:dp{batch=0} 0STEP\n"
-            "rank 1: 0REDUCE_GRAD:dp{batch=0} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{group=0}\ngroup dp: 0 1"
-        ).graph,
-        GLOO,
-    )
-    first, _, _, step, other, _ = order.run.tolist()
-    assert order.run.tolist() == [first, first, first, step, other, other]
-    assert len({first, step, other}) == 3
-
-
-def test_what_holds_the_host_is_no_collective():
-    """Both have events of their own, numbered one after the other."""
-    order = order_of(
-        program_subject(
-            "rank 0: 0F0{queue=host} 0F1 0BARRIER:pp{group=0} 0BARRIER:pp{group=0}\n"
-            "rank 1: 1F0 0BARRIER:pp{group=0} 1F1 0BARRIER:pp{group=0}\ngroup pp: 0 1"
-        ).graph,
-        GLOO,
-    )
-    assert order.before(0, 1)
-    assert [order.before(other, 1) for other in (4, 5, 6, 7)] == [False] * 4
-    assert [order.before(1, other) for other in (4, 5, 6, 7)] == [False, False, True, True]
-
-
-def test_batches_are_seen_where_a_program_has_nothing_else():
-    run = order_of(program_subject("rank 0: 0F0{batch=0} 0F1{batch=0} 0F2{batch=1} 0F3{batch=1}").graph, GLOO).run
-    assert (np.diff(run) != 0).tolist() == [False, True, False]
-
-
-def test_a_wait_within_a_batch_settles_nothing():
-    """Only what comes after the whole batch is ordered, and that is for the walk."""
-    for program in (
-        "rank 0: 0F0{queue=side} WAIT(0F0){batch=0} 0B0{batch=0} 0F1{batch=1} 0B1{batch=1}",
-        "rank 0: 0F0{queue=side} 0B0{batch=0} WAIT(0F0){batch=0} 0F1{batch=1} 0B1{batch=1}",
-        "rank 0: 0F0{queue=side} 0B0{batch=0} WAIT(0F0){batch=0} 0F1",
-    ):
-        graph = program_subject(program).graph
-        order = order_of(graph, GLOO)
-        op = {str(op): op_id for op_id, op in enumerate(graph.ops)}
-        after = np.array([op["0B0"], op["0F1"]])
-        assert order.definitely_before(np.array([0, 0]), after).tolist() == [False, False]
-        assert [order.before(0, one) for one in after.tolist()] == [False, True]
-
-
-def test_a_wait_next_to_a_batch_settles_what_comes_after_it():
-    graph = program_subject("rank 0: 0F0{queue=side} 0F1{queue=side batch=0} 0F2{batch=0} WAIT(0F0) 0B0 0B1{batch=1} "
-                            "0B2{batch=1}").graph  # fmt: skip
-    assert order_of(graph, GLOO).definitely_before(np.array([0, 0]), np.array([4, 5])).tolist() == [True, True]
-
-
-def test_a_post_that_holds_the_host_settles_what_the_host_issues_later():
-    graph = program_subject("rank 0: 0RECV_F0{peer=1} 0F0 0F1{queue=side} 0F2\nrank 1: 0SEND_F0{peer=0}").graph
-    order = order_of(graph, BACKENDS[2])
-    receive, _, aside, last = range(4)
-    pairs = {(receive, aside): True, (receive, last): True, (aside, last): False}
-    earlier, later = (np.array([pair[i] for pair in pairs]) for i in range(2))
-    assert order.definitely_before(earlier, later).tolist() == list(pairs.values())
-    assert not order_of(graph, BACKENDS[1]).definitely_before(earlier, later).any()
-
-
 def _must_not_be_asked(pair):
     raise AssertionError(f"the pair {pair} was left open")
-
-
-def test_a_batch_is_one_call_unless_it_holds_computations_alone():
-    """On each rank: both ranks have a batch 0."""
-    calls = calls_of(
-        program_subject(
-            "rank 0: 0F0{batch=0} 0F1{batch=0} 0SEND_F0{peer=1 batch=1} 0SEND_F1{peer=1} 0B0{batch=1}\n"
-            "rank 1: 1RECV_F0{peer=0 batch=0} 1F0{batch=0} 1RECV_F1{peer=0 batch=1} 1F1"
-        ).graph
-    )
-    assert calls.tolist() == [NONE, NONE, 1, NONE, 1, 0, 0, 1, NONE]

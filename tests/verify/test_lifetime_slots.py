@@ -1,7 +1,5 @@
 """Pools of slots: the smallest number is enough, one less is not; generated plans have no finding."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -60,13 +58,6 @@ def test_1f1b_holds_as_many_inputs_as_it_has_micro_batches_in_flight():
     assert smallest_slots(one, incoming=False) == 8  # backward sends are waited for at the end of the step
 
 
-def test_a_pool_needs_a_slot_even_where_nothing_ever_clashes():
-    one = subject(schedule={"num_micro_batches": 1})
-    order = lifetimes(one).order
-    found = [pool for incoming in (True, False) for pool in pools(one, incoming=incoming)]
-    assert [(pool.by_program, pool.smallest(order)) for pool in found] == [(1, 1)] * 4
-
-
 def test_a_gathered_slice_frees_its_slot_at_once():
     one = subject(topology={"pp": 4, "tp": 2}, schedule={"num_micro_batches": 8}, transport="partial")
     assert smallest_slots(one, incoming=True) == 1
@@ -80,26 +71,6 @@ def test_too_few_slots_name_the_owner_the_holder_and_the_smallest_number():
     assert "needs 3 slots" in found.message
     assert found.help == "set buffers.receive_slots to 3, the smallest number that is enough for every channel"
     assert [op.op for op in found.witness.ops] == ["1RECV_F0", "1B0", "1RECV_F2"]
-
-
-def test_four_pools_are_named_and_one_number_is_given_for_all():
-    one = subject(
-        model={"num_layers": 8},
-        topology={"pp": 8},
-        schedule={"num_micro_batches": 16},
-        buffers={"receive_slots": 1},
-    )
-    found = check_subject(one).errors
-    assert [finding.message.split(": ")[1].split()[0] for finding in found] == [
-        f"{stage}RECV_F1" for stage in range(1, 5)
-    ]
-    assert {finding.help.split()[3] for finding in found} == {"7,"}
-
-
-def test_a_send_holds_its_slot_until_its_wait():
-    one = subject(topology={"pp": 2}, schedule={"num_micro_batches": 4}, buffers={"send_slots": 3})
-    (found,) = check_subject(one).errors
-    assert "1SEND_B3 takes slot 0 of 3, which 1SEND_B0 holds until WAIT(1SEND_B0) " in found.message
 
 
 def with_backward_on_side_queue(*, wait_at):
@@ -141,15 +112,6 @@ def test_a_holder_on_another_queue_may_need_more_slots_than_the_program_shows():
     pool, _ = pools(one, incoming=True)
     assert (pool.by_program, pool.smallest(lifetimes(one).order)) == (1, 2)
     assert smallest_slots(one, incoming=True) == 2
-
-
-def test_receives_on_the_host_do_not_wait_for_the_computation_of_the_step_before():
-    base = subject(schedule={"kind": "gpipe", "num_micro_batches": 4}, buffers={"receive_slots": 4})
-    rows = base.graph.rows()
-    rows[1] = [replace(row, queue="host") if row.op.kind is OpKind.RECV_FORWARD else row for row in rows[1]]
-    one = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
-    (found,) = next(rule for rule in RULES if rule.doc.code == "PP504").check(one)
-    assert "1RECV_F0 takes slot 0 of 4 in the next step" in found.message
 
 
 def test_a_peer_that_waits_for_an_answer_needs_fewer_slots_than_the_program_shows():

@@ -12,7 +12,6 @@ from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.lifetime import RULES as LIFETIME_RULES
 from pipeproof.verify.lifetime.buffer_uses import uses_of
 from pipeproof.verify.lifetime.races import MOST_PER_CODE
-from pipeproof.verify.lifetime.tensor_buffers import FREES
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 
@@ -96,22 +95,6 @@ def test_weights_are_whole_between_unshard_and_reshard():
     assert "the weights of stage 0, but 0UNSHARD writes it only later" in found.message
 
 
-def test_only_a_number_of_a_rank_names_memory_of_another_rank():
-    graph = program_subject("rank 0: 0F0{writes=a@1+a@7+@0+b@x}\nrank 1: 0F0{reads=a}").graph
-    assert list(uses_of(graph).names) == [(1, "a"), (0, "a@7"), (0, "@0"), (0, "b@x")]
-
-
-def test_free_is_of_the_last_operation_of_its_name_or_of_the_next():
-    graph = program_subject(
-        "rank 0: 0STEP{writes=a} 0STEP{writes=b} FREE(0STEP) 0STEP{writes=c} FREE(0B0) 0B0{writes=d} 0B0{writes=e}\n"
-        "rank 1: 0STEP{writes=f} FREE(1STEP) FREE(0F0)"
-    ).graph
-    uses = uses_of(graph)
-    named = (uses.mode & FREES != 0) & (uses.buffer >= uses.first_named)
-    freed = zip(uses.op[named].tolist(), map(uses.name_of, uses.buffer[named].tolist()), strict=True)
-    assert list(freed) == [(2, (0, "b")), (4, (0, "d"))]
-
-
 def test_replicas_are_checked_once():
     plan = {"model": {"num_layers": 8}, "topology": {"pp": 8, "tp": 4, "dp": 16}, "schedule": {"num_micro_batches": 32}}
     folded = subject(**plan, transport="partial", buffers={"receive_slots": 1})
@@ -133,23 +116,6 @@ def test_many_races_of_one_kind_are_counted():
     found = [finding.message for finding in check_subject(one).errors]
     assert len(found) == MOST_PER_CODE + 1
     assert found[-1].startswith("and 10 more ")
-
-
-@pytest.mark.parametrize(
-    ("wait", "says"),
-    [
-        ("", "nothing waits for 0SEND_F0"),
-        ("WAIT(0SEND_F0){queue=side}", "WAIT(0SEND_F0) holds only queue `side`"),
-    ],
-)
-def test_a_finding_says_why_the_wait_does_not_help(wait, says):
-    found = lifetime_findings(
-        f"rank 0: 0F0{{writes=x}} 0SEND_F0{{peer=1 reads=x}} {wait} 0F1{{writes=x}}\n"
-        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"
-    )
-    (race,) = (finding for finding in found if finding.code == "PP501")
-    assert race.message == f"rank 0: 0F1 writes buffer `x` while 0SEND_F0 may still be reading it: {says}"
-    assert [op.op for op in race.witness.ops] == ["0SEND_F0", "0F1"]
 
 
 def test_a_wait_before_its_post_is_one_finding():

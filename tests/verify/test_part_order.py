@@ -100,9 +100,6 @@ def test_another_order_of_turns_on_all_members_is_right():
     assert codes(mutated(of_plan(), all_ranks)) == set()
 
 
-GROUP = "group ep: 0 1\n"
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -130,19 +127,3 @@ GROUP = "group ep: 0 1\n"
 )
 def test_small_programs(text, found):
     assert {code for code in codes(program(text)) if code == "PP145"} == found
-
-
-@pytest.mark.parametrize(
-    ("text", "more"),
-    [("0F0 0F0/1.PART", ""), ("0F0 0F0/1.PART 0F1 0F1/1.PART", ", as 1 more there")],
-)
-def test_rows_of_one_kind_are_counted(text, more):
-    (finding,) = [each for each in errors(program(text)) if each.code == "PP145"]
-    assert finding.message.endswith(f": 0F0/1.PART is not the next of its computation{more}")
-
-
-def test_the_message_names_the_row_and_the_remedy():
-    (finding,) = errors(mutated(of_plan(), lambda ranks: move(ranks[0], "0SEND_F3", before="0F3/3.PART")))
-    assert "0SEND_F3 is between a computation and its last part" in finding.message
-    assert finding.help
-    assert finding.witness.ops

@@ -203,21 +203,6 @@ def test_groups_of_a_plan_are_those_of_its_mesh(members, reported):
         assert [op.op for op in found.witness.ops] == ["0F0/0.ALL_REDUCE:tp", "0F0/1.ALL_REDUCE:tp"]
 
 
-def test_a_group_that_nobody_uses_has_no_witness():
-    (found,) = errors(program("0F0", "1F0", groups=(group("tp", 0, 1),)))
-    assert found.code == "PP309"
-    assert found.witness is None
-
-
-def test_a_group_of_one_rank_and_one_behind_a_group_of_no_mesh_axis():
-    base = subject(topology=GRID)
-    graph = build_graph(base.graph.rows(), base.graph.tensors, [*base.graph.groups, Group("tp", (1,))])
-    (found,) = errors(base.with_graph(graph))
-    assert "the tp group [1] has 1 members, and the mesh has 2 ranks along tp: [0, 1]" in found.message
-    (found,) = errors(program("0F0", "1F0", groups=(group("world", 0, 1), group("tp", 0, 1))))
-    assert "the tp group [0, 1] " in found.message
-
-
 def test_a_layer_that_is_listed_twice_is_in_order():
     one = subject(model={"num_layers": 1}, stages=[["embed", "layer.0", "layer.0"], ["norm", "head"]])
     assert "PP114" not in codes(one)
@@ -272,21 +257,6 @@ def test_groups_are_made_in_one_order(orders, reported):
     assert codes(one) == (set() if reported is None else {"PP310"})
 
 
-def test_the_cycle_of_creations_is_a_shortest_one_and_names_its_ranks():
-    (found,) = errors(creation((0, 2), (3, 0), (2, 1), (1, 3), groups=SQUARE))
-    assert found.message.count("before") == 4
-    for part in ("rank 0 makes group 0", "rank 1 makes group 3", "rank 2 makes group 2", "rank 3 makes group 1"):
-        assert part in found.message
-    two = (group("tp", 0, 1), group("dp", 0, 1), group("cp", 0, 1))
-    (found,) = errors(creation((0, 1, 2), (0, 2, 1), groups=two))
-    assert "rank 1 makes group 2 (cp [0, 1]) before group 1 (dp [0, 1])" in found.message
-    assert found.message.count("before") == 2
-    four = tuple(group(axis, 0, 1, 2) for axis in ("tp", "dp", "cp", "ep"))
-    (found,) = errors(creation((0, 1, 2, 3), (3, 0, 1, 2), (0, 2, 1, 3), groups=four))
-    assert found.message.count("before") == 2
-    assert "rank 2 makes group 2" in found.message
-
-
 @given(st.permutations(range(4)))
 def test_any_one_order_will_do(order):
     own = [tuple(i for i in order if rank in SQUARE[i].ranks) for rank in range(4)]
@@ -335,11 +305,3 @@ def test_messages_stay_within_their_replica(axis, expected):
         reported = f"0SEND_META_F0 goes from rank 0 (pp 0, {axis} 0) to rank 3 (pp 1, {axis} 1): {axis} differ"
         assert found.message == reported
         assert [(op.rank, op.op) for op in found.witness.ops] == [(0, "0SEND_META_F0"), (3, "1RECV_META_F0")]
-
-
-def test_a_receive_from_another_replica_that_nobody_sends():
-    base = subject(topology={"pp": 2, "dp": 2})
-    mutant = mutated(base, lambda rows: rows[3].append(Row(parse_op("1RECV_META_F0"), peer=0)))
-    assert {"PP301", "PP311"} <= codes(mutant)
-    (found,) = [finding for finding in errors(mutant) if finding.code == "PP311"]
-    assert [(op.rank, op.op) for op in found.witness.ops] == [(3, "1RECV_META_F0")]

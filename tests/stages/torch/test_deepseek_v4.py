@@ -126,21 +126,6 @@ def test_experts_are_those_of_transformers(seed, block):
         assert distance(model.weights.main[f"{name}.{router}.weight"].grad, gradient) < bound, part
 
 
-@pytest.mark.parametrize("fault", ["scale twice", "table off by one"])
-def test_a_wrong_scale_or_table_is_far_off(fault):
-    plan = drawn_plan(0)
-    model, module = model_of(plan, 0), experts_of(plan, model_of(plan, 0), 0)
-    x, ids = torch.ones(1, 8, plan.gpt.hidden_size, dtype=torch.float64), torch.arange(8)[None]
-    model.token_ids = ids
-    assert distance(model.experts(x, "layer.0.mlp"), module(x, input_ids=ids)) < 1e-13
-    if fault == "scale twice":
-        moe = plan.gpt.moe.model_copy(update={"routed_scale": plan.gpt.moe.routed_scale**2})
-        model.routers._plan = plan.model_copy(update={"model": plan.gpt.model_copy(update={"moe": moe})})
-    else:
-        model.token_ids = ids + 1
-    assert distance(model.experts(x, "layer.0.mlp"), module(x, input_ids=ids)) > 0.01
-
-
 @pytest.fixture
 def wide_oracle(monkeypatch):
     """Transformers computes the gates of streams in float32; here in float64, as all else."""
@@ -236,15 +221,6 @@ def test_the_learned_contraction_is_that_of_transformers(seed):
 
     ours = with_gradients(plan, "out", lambda x, weights, own: (gated_sum(x, weights, "layer.0.out", spec), None))
     assert_near(ours, with_gradients(plan, "out", theirs), parallel_bound(with_other_sums(plan)))
-
-
-@pytest.mark.parametrize("fault", [{"transposed": False}, {"epsilon": 0.0}, {"sinkhorn": "exp"}])
-@pytest.mark.usefixtures("wide_oracle")
-def test_another_formula_is_far_off(fault):
-    plan = streams_plan(0)
-    spec = plan.gpt.hyper_connections.model_copy(update=fault)
-    other = plan.model_copy(update={"model": plan.gpt.model_copy(update={"hyper_connections": spec})})
-    assert distance(ours_around(other)[0], theirs_around(plan)[0]) > 1e-4
 
 
 def with_other_sums(plan):
