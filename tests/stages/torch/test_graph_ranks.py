@@ -38,14 +38,15 @@ PLANS = {
     "cp": {"topology": {"cp": 2, "tp": 2}},
     "experts": {"model": DENSE_FIRST},
     "ep, tp": {"topology": {"ep": 2, **SEQUENCE}, "model": DENSE_FIRST},
-    "experts over tp": {"topology": {"experts_over_tp": True, **SEQUENCE}, "model": DENSE_FIRST},
+    "experts over tp": {
+        "topology": {"experts_over_tp": True, **SEQUENCE},
+        "model": {"moe": {**MOE, **EVEN, "router_dtype": "float64"}},
+    },
     "experts over tp, replayed": {
         "topology": {"experts_over_tp": True, **SEQUENCE}, "model": {"moe": MOE},
         "run": {"device": "gpu", "replay": True, "dtype": "bfloat16"},
     },
-    "router in float64, gathered again": {
-        "topology": SEQUENCE, "memory": REGATHER, "model": {"moe": {**MOE, **EVEN, "router_dtype": "float64"}},
-    },
+    "router in float64": {"topology": SEQUENCE, "model": {"moe": {**MOE, **EVEN, "router_dtype": "float64"}}},
     "ep, all-gather, dropout": {
         "topology": {"ep": 2}, "model": {"moe": {**MOE, **EVEN, "dispatcher": "all_gather"}, "dropout": 0.1},
     },
