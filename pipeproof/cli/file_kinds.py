@@ -21,21 +21,21 @@ _TOML_SECTION = re.compile(r"^\[(parallelism|training|experimental)\]\s*$", re.M
 _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parallel_(size|degree)$")
 _DEGREES = re.compile(r"^(tensor|pipeline|sharding)_parallel_degree$")
 _ERNIEKIT = frozenset({"compute_type", "fine_tuning"})
-_DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
-_NEOX = re.compile(r"""^\s*["']?pipe[-_]parallel[-_]size["']?\s*:""", re.MULTILINE)
+_OF_TRAINERS = re.compile(
+    r"""^(\s*["']?pipe[-_]parallel[-_]size|\s*["']?train_(micro_)?batch_size|\s*["']?zero_optimization|cutoff_len"""
+    r"|actor_train|  megatron_cfg|  pp_size|  pre_trainer)[\w\"']*:", re.MULTILINE
+)  # fmt: skip
+"""Keys of gpt-neox, DeepSpeed, LLaMA-Factory, ROLL, NeMo-RL, NeMo Automodel and Primus."""
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
 _CONFIGURES = re.compile(
     r"^def \w+_(config|recipe)\(|\bConfigContainer\b|\bmodel_registry\(|\bTrainer\.Config\b", re.MULTILINE
 )
-_NEMO_RL = re.compile(r"^  megatron_cfg:\s*$", re.MULTILINE)
 _VERL = re.compile(r"\b(actor_rollout_ref\.actor\.megatron|engine)\.\w*parallel_size=")
-_SWIFT = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")
 _LOG_OF_RANK = re.compile(r'\A\{"event": "start", ')
 _LINE_OF_RECORD = re.compile(r'\A\{"kind": ?"record",')
 _STATEMENT = re.compile(r"^[\w$.*, '()\[\]-]+ -> [^\n]*\w", re.MULTILINE)
 _DUMP_NAME = re.compile(r"\w*(trace|dump)\w*_\d+(\.json|\.pickle)?")
 _STATE_OF_STEP = re.compile(r"step-\d{8,}")
-_AUTOMODEL = re.compile(r"^  pp_size:", re.MULTILINE)
 _PICKLE, _GZIP, _PNG = b"\x80", b"\x1f\x8b", b"\x89PNG"
 
 
@@ -143,21 +143,13 @@ KINDS: tuple[FileKind, ...] = (
     PLAN,
     FileKind("a configuration of a model", ("check --from megatron SCRIPT --model-config FILE",),
              lambda g: bool(g.keys & {"model_type", "architectures"}) and "num_hidden_layers" in g.keys),
-    _imported("a configuration of gpt-neox", "gpt-neox",
-              lambda g: bool(_NEOX.search(g.text))),
+    FileKind("a file of a trainer that is not read: call `pipeproof.interop.from_arguments` in its process, or give "
+             "the block of arguments that it prints", (),
+             lambda g: bool(_OF_TRAINERS.search(g.text)) or {"system", "model", "data"} <= g.keys),
     _imported("the configuration of a training of Megatron-Bridge", "megatron-bridge",
               lambda g: "_target_: megatron.bridge.training.config.ConfigContainer" in g.text),
-    _imported("a configuration of DeepSpeed", "deepspeed",
-              lambda g: bool(g.keys & _DEEPSPEED)),
     _imported("a configuration of ERNIEKit", "ernie",
               lambda g: any(map(_DEGREES.match, g.keys)) and bool(g.keys & _ERNIEKIT) and "ERNIE" in g.text),
-    _imported("a file of LLaMA-Factory", "llama-factory",
-              lambda g: {"finetuning_type", "cutoff_len"} <= g.keys),
-    _imported("a file of ROLL", "roll", lambda g: "actor_train" in g.keys),
-    _imported("a file of FlagScale", "flagscale",
-              lambda g: {"system", "model", "data"} <= g.keys or {"experiment", "action"} <= g.keys),
-    _imported("a file of Primus", "primus",
-              lambda g: "modules" in g.keys and "pre_trainer:" in g.text),
     _imported("training arguments of PaddleFormers or PaddleNLP", "paddleformers",
               lambda g: any(map(_TRAINING_KEYS.match, g.keys))),
     _imported("a Fleet DistributedStrategy", "fleet",
@@ -169,14 +161,8 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
     FileKind("Python code, which is not interpreted: call `pipeproof.interop.from_arguments` in its process", (),
              lambda g: g.path.suffix == ".py" and bool(_CONFIGURES.search(g.text))),
-    _imported("a recipe of NeMo Automodel", "automodel",
-              lambda g: "distributed" in g.keys and bool(_AUTOMODEL.search(g.text))),
-    _imported("a configuration of NeMo-RL", "nemo-rl",
-              lambda g: "policy" in g.keys and bool(_NEMO_RL.search(g.text))),
     _imported("a script that starts verl", "verl",
               lambda g: bool(_VERL.search(g.text))),
-    _imported("a script that starts ms-swift's Megatron trainer", "ms-swift",
-              lambda g: bool(_SWIFT.search(g.text))),
     _imported("a shell script", "megatron",
               lambda g: bool(_SHELL.search(g.text))),
     FileKind("the table of a timeline", ("compare FILE OTHER",),

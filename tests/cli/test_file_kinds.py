@@ -14,7 +14,7 @@ SCHEDULES = EXAMPLES / "schedules"
     [
         (("schedule", "convert", "--as", "text"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("job", "hang"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
-        (("state", "show"), IMPORTING / "deepspeed.json", "check FILE"),
+        (("state", "show"), IMPORTING / "torchtitan.toml", "check FILE"),
         (("state", "align", EXAMPLES / "gpt_pp4.yaml"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("import", "plan", "--from", "megatron"), IMPORTING / "torchtitan.toml", "import plan FILE -o plan.yaml"),
         (("import", "profile", "--plan", EXAMPLES / "gpt_pp4.yaml"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),

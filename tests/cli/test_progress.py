@@ -34,7 +34,7 @@ sys.exit(main(sys.argv[1:]))
 
 COMMANDS = {
     "check": (("check", PLAN), "checking PP"),
-    "check --from": (("check", "--from", "deepspeed", EXAMPLES / "importing" / "deepspeed.json", "--world-size", "8"),
+    "check --from": (("check", "--from", "megatron", EXAMPLES / "importing" / "megatron.sh", "--world-size", "8"),
                      "checking PP"),
     "simulate": (("simulate", PLAN), "simulating"),
     "show": (("show", PLAN), "lowering"),

@@ -44,7 +44,7 @@ COMMANDS = (
     ("schedule", "show", "zb_v", "-p", "4", "-m", "8"),
     ("schedule", "show", "dualpipe", "-p", "4", "-m", "16"),
     ("schedule", "show", "1f1b", "-p", "2", "-m", "3"),
-    ("import", "plan", IMPORTING / "deepspeed.json", "--world-size", "8", "-o", "{plan}"),
+    ("import", "plan", IMPORTING / "megatron.sh", "--world-size", "8", "-o", "{plan}"),
     *(
         ("import", "plan", "--from", kind, *words, "-o", "{plan}")
         for kind, *words in (
@@ -52,8 +52,6 @@ COMMANDS = (
             ("paddleformers", IMPORTING / "full_tp_pp.yaml"),
             ("fleet", IMPORTING / "strategy.prototxt"),
             ("torchtitan", IMPORTING / "torchtitan.toml"),
-            ("ms-swift", IMPORTING / "ms_swift.sh"),
-            ("nemo-rl", IMPORTING / "nemo_rl.yaml"),
             ("verl", IMPORTING / "verl.sh"),
             ("schedule", EXAMPLES / "schedules" / "zbv_pp2.csv"),
             ("fleet", IMPORTING / "megatron.sh"),

@@ -155,8 +155,7 @@ ALSO = {
 """Other lines of a part: names of its weights, values and settings, and the function that only it needs."""
 NOT_COUNTED = (
     "interop/tune_models.py",  # plans of published trainings: they give keys values, as plan files do
-    "interop/importers/megatron/model_flags.py",  # these two set parts from a tool's own keys: one that they lack is a
-    "interop/importers/gpt_neox.py",  # name that is not understood (PP177), and `check_importers` tries Megatron-LM's
+    "interop/importers/megatron/model_flags.py",  # it sets parts from a tool's own keys: PP177 has the others
     "analysis/align/record_map.py",  # the model that names in a record show: a part that it lacks has no partner
     "state/names/deepseek_v4.py",  # one model's names: it refuses every other part
 )

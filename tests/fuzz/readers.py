@@ -146,20 +146,18 @@ def _report() -> bytes:
 
 IMPORTED = {
     "fleet": "strategy.prototxt", "paddleformers": "full_tp_pp.yaml", "paddlenlp": "full_tp_pp.yaml",
-    "ernie": "erniekit.yaml", "megatron": "megatron.sh", "nemo-rl": "nemo_rl.yaml", "verl": "verl.sh",
-    "ms-swift": "ms_swift.sh", "llama-factory": "llama_factory.yaml", "roll": "roll.yaml",
-    "flagscale": "flagscale.yaml", "primus": "primus.yaml",
-    "megatron-bridge": "megatron_bridge.yaml", "automodel": "automodel.yaml", "torchtitan": "torchtitan.toml",
-    "deepspeed": "deepspeed.json", "gpt-neox": "gpt_neox.yml", "schedule": "schedule.csv",
+    "ernie": "erniekit.yaml", "megatron": "megatron.sh", "verl": "verl.sh",
+    "megatron-bridge": "megatron_bridge.yaml", "torchtitan": "torchtitan.toml",
+    "schedule": "schedule.csv",
 }  # fmt: skip
 """By the kind of ``pipeproof import``, an example."""
 
 
-def _importers(script: bytes, toml: bytes, deepspeed: bytes, csv: bytes) -> Iterator[Reader]:
+def _importers(script: bytes, toml: bytes, csv: bytes) -> Iterator[Reader]:
     block = b"------------------------ arguments ------------------------\n  num_layers ...................... 4\n"
     block += b"  hidden_size ..................... 64\n-------------------- end of arguments ---------------------\n"
     yield Reader("argument_block", "train.log", (block,), partial(_import, "megatron"))
-    others = {"megatron": script, "torchtitan": toml, "deepspeed": deepspeed, "schedule": csv}
+    others = {"megatron": script, "torchtitan": toml, "schedule": csv}
     for kind, name in IMPORTED.items():
         example = ROOT / "examples" / "importing" / name
         seeds = (others.get(kind), example.read_bytes() if example.exists() else None)
@@ -183,7 +181,6 @@ def _readers() -> tuple[Reader, ...]:
     )
     config += b'"num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 128, "rms_norm_eps": 1e-5}'
     csv = b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    deepspeed = b'{"train_batch_size": 8, "pipeline": {"stages": 2}, "gradient_accumulation_steps": 4}'
     loss_log = (
         b"global_step: 1, loss: 2.5, loss_md5: " + b"0" * 32 + b"\nfinal_loss: rank=0 val=2.5 md5=" + b"1" * 32 + b"\n"
     )
@@ -196,7 +193,7 @@ def _readers() -> tuple[Reader, ...]:
                lambda path: ["schedule", "convert", path, "--as", "text"]),
         Reader("schedule_rows", "rows.txt", (b"F0 F1 B0 B1\nF0 B0 F1 B1\n",),
                lambda path: ["schedule", "convert", path, "--as", "text"]),
-        *_importers(script, toml, deepspeed, csv),
+        *_importers(script, toml, csv),
         Reader("model_config", "config.json", (config,),
                lambda path: ["import", "plan", ROOT / "examples/importing/megatron.sh", "--model-config", path]),
         Reader("ring", "rank_0.ring", (_ring(),), lambda path: ["job", "hang", path.parent]),

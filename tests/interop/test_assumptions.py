@@ -10,11 +10,8 @@ from pipeproof.interop import Flags, check_imported, import_files
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "importing"
 FILES = {
-    "automodel": "automodel.yaml", "deepspeed": "deepspeed.json", "ernie": "erniekit.yaml",
-    "flagscale": "flagscale.yaml", "fleet": "strategy.prototxt", "llama-factory": "llama_factory.yaml",
-    "megatron": "megatron.sh", "ms-swift": "ms_swift.sh", "nemo-rl": "nemo_rl.yaml",
-    "paddleformers": "full_tp_pp.yaml", "primus": "primus.yaml", "roll": "roll.yaml", "torchtitan": "torchtitan.toml",
-    "verl": "verl.sh",
+    "ernie": "erniekit.yaml", "fleet": "strategy.prototxt", "megatron": "megatron.sh",
+    "paddleformers": "full_tp_pp.yaml", "torchtitan": "torchtitan.toml", "verl": "verl.sh",
 }  # fmt: skip
 UNDECIDED = {"fleet"}
 

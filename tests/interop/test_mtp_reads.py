@@ -7,16 +7,11 @@ from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.model_family import stage_layers
 from tests.interop.importing import imported
 from tests.interop.megatron.test_argument_block import COMMON, DEFAULTS, block
-from tests.interop.test_doors import FILES, TORCHRUN
-from tests.interop.test_launchers import ACTOR, READERS
+from tests.interop.test_doors import TORCHRUN
+from tests.interop.test_launchers import ACTOR, verl
 
 AFTER, BEFORE = ["norm", "mtp.0", "head"], ["mtp.0", "norm", "head"]
 FORMERS = {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
-ADDED = {
-    "nemo-rl": "    mtp_num_layers: 1",
-    "verl": f"    +{ACTOR}override_transformer_config.mtp_num_layers=1 \\\n",
-    "ms-swift": "    --mtp_num_layers 1 \\\n",
-}
 
 
 def end(made):
@@ -34,17 +29,9 @@ def test_megatrons_modules_read_after_the_norm(tmp_path):
     assert not any(one.key == ("model", "mtp", "reads") for one in script.assumptions)
 
 
-@pytest.mark.parametrize("kind", READERS)
-def test_so_do_those_of_tools_that_start_it(tmp_path, kind):
-    assert end(READERS[kind](tmp_path, more=ADDED[kind])) == ("after_norm", AFTER)
-
-
-@pytest.mark.parametrize("kind", ["primus", "flagscale"])
-def test_so_do_those_of_files_with_its_arguments(tmp_path, kind):
-    key = "pipeline_model_parallel_size:"
-    indent = next(line for line in FILES[kind].splitlines() if key in line).partition(key)[0]
-    text = FILES[kind].replace(f"{indent}{key}", f"{indent}mtp_num_layers: 1\n{indent}{key}")
-    assert end(imported(kind, tmp_path, text)) == ("after_norm", AFTER)
+def test_so_do_those_of_verl(tmp_path):
+    added = f"    +{ACTOR}override_transformer_config.mtp_num_layers=1 \\\n"
+    assert end(verl(tmp_path, more=added)) == ("after_norm", AFTER)
 
 
 def test_those_of_mindspeed_are_assumed_to_read_before_it(tmp_path):

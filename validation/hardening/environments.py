@@ -145,18 +145,10 @@ COMMANDS = (
         for kind, file, words in (
             ("megatron", "importing/megatron.sh", ""),
             ("torchtitan", "importing/torchtitan.toml", ""),
-            ("deepspeed", "importing/deepspeed.json", ""),
-            ("gpt-neox", "importing/gpt_neox.yml", ""),
             ("megatron-bridge", "importing/megatron_bridge.yaml", ""),
             ("fleet", "importing/strategy.prototxt", ""),
             *((kind, "importing/full_tp_pp.yaml", "") for kind in ("paddleformers", "paddlenlp", "ernie")),
-            ("automodel", "importing/automodel.yaml", " --world-size 64"),
-            *(
-                (kind, f"importing/{kind.replace('-', '_')}.yaml", "")
-                for kind in ("nemo-rl", "llama-factory", "roll", "flagscale", "primus")
-            ),
             ("verl", "importing/verl.sh", ""),
-            ("ms-swift", "importing/ms_swift.sh", ""),
             ("schedule", "schedules/zbv_pp2.csv", ""),
         )
     ),

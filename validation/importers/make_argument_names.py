@@ -35,13 +35,10 @@ _PROCESS: Final = re.compile(r"^megatron/(training/)?(arguments|training|initial
 """Files of Megatron-LM that add attributes to its arguments in the process."""
 
 _LLM: Final = r"^mindspeed_llm/(training/arguments|features_manager/|tasks/.*arguments|core/.*arguments)"
-_SWIFT: Final = r"^swift/(megatron/)?(arguments|.*/arguments|.*argument\w*)(/.*)?\.py$|^swift/megatron/arguments/"
 _BRIDGE: Final = (
     r"^src/megatron/bridge/(training/(config|mixed_precision|comm_overlap|utils/.*config)\w*"
     r"|models/(transformer_config|gpt_provider|model_provider|mla_provider|gpt/\w+|mamba/\w+))\.py$"
 )
-_FLAGSCALE: Final = r"^flagscale/(train|runner)/.*\.py$"
-_PRIMUS: Final = r"^primus/configs/(modules|models)/megatron/\w+\.yaml$|^primus/backends/megatron/.*arg\w*\.py$"
 SOURCES: Final[Mapping[str, tuple[tuple[str, str, str], ...]]] = {
     "mindspeed": (
         ("Ascend/MindSpeed", "028de58", r"^mindspeed/(arguments\.py$|features_manager/)"),
@@ -50,17 +47,8 @@ SOURCES: Final[Mapping[str, tuple[tuple[str, str, str], ...]]] = {
     ),
     "slime": (("THUDM/slime", "624b824", r"^(slime|slime_plugins)/(.*/)?arguments\.py$"),),
     "pai": (("alibaba/Pai-Megatron-Patch", "a098ca5", r"^megatron_patch/(.*/)?\w*arguments\.py$|^examples/.*\.py$"),),
-    "ms_swift": (("modelscope/ms-swift", "3602360", _SWIFT),),
     "verl": (("volcengine/verl", "b178a3c", r"^verl/(workers/config|trainer/config)/.*\.(py|yaml)$"),),
-    "nemo_rl": (("NVIDIA-NeMo/RL", "7ea279a", r"^nemo_rl/models/policy/__init__\.py$|^examples/configs/\w+\.yaml$"),),
     "bridge": (("NVIDIA-NeMo/Megatron-Bridge", "067f987", _BRIDGE),),
-    "llama_factory": (
-        ("hiyouga/LLaMA-Factory", "ff6d4d1", r"^src/llamafactory/hparams/\w+\.py$"),
-        ("alibaba/ROLL", "8eb27cc", r"^mcore_adapter/src/mcore_adapter/(training_args|models/model_config)\.py$"),
-    ),
-    "flagscale": (("FlagOpen/FlagScale", "da4935e", _FLAGSCALE),),
-    "gpt_neox": (("EleutherAI/gpt-neox", "ea7aefd", r"^megatron/neox_arguments/(neox|deepspeed)_args\.py$"),),
-    "primus": (("AMD-AGI/Primus", "fd1eeab", _PRIMUS),),
 }
 """By list: repositories, their commits, and the files with names."""
 _KEY: Final = re.compile(r"^\s*#?\s*([A-Za-z_][A-Za-z0-9_]*):", re.MULTILINE)

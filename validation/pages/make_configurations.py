@@ -50,12 +50,8 @@ class Source:
 SOURCES: Final = (
     Source("NVIDIA/Megatron-LM", "d98e8a6", "Apache 2.0 and BSD 3-Clause", "functional tests of training", "megatron",
            "tests/functional_tests/test_cases", "*/*/model_config.yaml", 8, "^MODE: (inference|rl)"),
-    Source("NVIDIA-NeMo/RL", "7ea279a", "Apache 2.0", "examples and recipes", "nemo-rl", "examples", "**/*.yaml"),
-    Source("NVIDIA-NeMo/Automodel", "36044ad", "Apache 2.0", "examples", "automodel", "examples", "**/*.yaml"),
     Source("volcengine/verl", "b178a3c", "Apache 2.0", "examples with the Megatron backend", "verl",
            "examples", "**/*.sh"),
-    Source("modelscope/ms-swift", "3602360", "Apache 2.0", "examples of Megatron training", "ms-swift",
-           "examples/megatron", "**/*.sh"),
 )  # fmt: skip
 """The places of the configurations; those with fewer than two pipeline ranks are left out."""
 

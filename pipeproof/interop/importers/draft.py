@@ -38,11 +38,8 @@ def misspelt(name: str, known: Iterable[str]) -> str | None:
 
 
 _FRAMEWORKS = MappingProxyType(
-    {
-        "megatron": "megatron", "torchtitan": "torch", "automodel": "torch", "fleet": "paddle",
-        "paddleformers": "paddle",
-    }
-)  # fmt: skip
+    {"megatron": "megatron", "torchtitan": "torch", "fleet": "paddle", "paddleformers": "paddle"}
+)
 """The framework of a plan by the kind of its files, unless they leave it open."""
 
 

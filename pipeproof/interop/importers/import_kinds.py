@@ -53,18 +53,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "a script with the arguments of Megatron-LM, MindSpeed, slime or Pai-Megatron-Patch, or a log with them",
             "tools.tool:MEGATRON_LM",
         ),
-        "nemo-rl": Kind("a YAML configuration of NeMo-RL", "tools.trainers:NEMO_RL"),
         "verl": Kind("a shell script that starts verl with its Megatron backend", "tools.trainers:VERL"),
-        "ms-swift": Kind("a shell script or a YAML file for ms-swift's Megatron trainer", "tools.trainers:MS_SWIFT"),
-        "llama-factory": Kind("a YAML file of LLaMA-Factory with Megatron-Core", "tools.trainers:LLAMA_FACTORY"),
-        "roll": Kind("a YAML configuration of ROLL with Megatron-Core", "tools.trainers:ROLL"),
-        "flagscale": Kind("a YAML configuration of a training of FlagScale", "tools.trainers:FLAGSCALE"),
-        "primus": Kind("a YAML experiment of Primus with Megatron-LM", "tools.trainers:PRIMUS"),
         "megatron-bridge": Kind("the run_config.yaml of a training of Megatron-Bridge", "tools.trainers:BRIDGE"),
-        "automodel": Kind("a YAML recipe of NeMo Automodel", "automodel:import_automodel"),
         "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
-        "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
-        "gpt-neox": Kind("the YAML files of a training of gpt-neox", "gpt_neox:import_gpt_neox"),
         "schedule": Kind("a schedule file, such as the CSV that PyTorch writes", "schedule_file:import_schedule"),
     }
 )

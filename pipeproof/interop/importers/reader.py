@@ -12,7 +12,7 @@ from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.formats import TOOLS, format_of, looks_like
+from pipeproof.interop.importers.formats import format_of, looks_like
 from pipeproof.interop.importers.import_codes import UNREADABLE, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_block, has_block
@@ -24,7 +24,7 @@ from pipeproof.interop.importers.megatron.flag_values import (
     script_of,
     settings_of_words,
 )
-from pipeproof.interop.importers.megatron.launch_script import Argument, Script
+from pipeproof.interop.importers.megatron.launch_script import Argument
 from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
 from pipeproof.interop.importers.names import plain
 from pipeproof.interop.importers.tools.job import Job
@@ -36,7 +36,6 @@ _YAML_ARGUMENTS: Final = re.compile(r"^MODEL_ARGS:\s*$", re.MULTILINE)
 _VALUES: Final = (".yaml", ".yml", ".json")
 _OVERRIDE: Final = re.compile(r"[+~]*([A-Za-z_][\w.@/]*)=(.*)", re.DOTALL)
 _DIRECTORIES: Final = {"HOME": "~", "RAY_DATA_HOME": "~"}
-_MOST_DIGITS: Final = 8
 
 
 def import_tool(tool: Tool, files: Sequence[Path], options: Flags) -> Imported:
@@ -49,8 +48,7 @@ def import_tool(tool: Tool, files: Sequence[Path], options: Flags) -> Imported:
     path = one_file(files, f"a training of {tool.name} is one file", "give the file that starts it")
     text = read_text(str(path))
     if tool is not MEGATRON_LM:
-        is_file = path.suffix in _VALUES or tool.form == "file"
-        return _import_tree(tool, read_tree(path) if is_file else _command(tool, path, text), options)
+        return _import_tree(tool, read_tree(path) if path.suffix in _VALUES else _command(tool, path, text), options)
     if has_block(text):
         return import_flags(arguments_of_block(text, str(path)), options)
     if _YAML_ARGUMENTS.search(text):
@@ -90,15 +88,11 @@ def import_values(tool: Tool, tree: Tree, options: Flags) -> Imported:
     """
     job = Job(tool, tree, options)
     for section in tool.sections:
-        job.read(section, tool.elsewhere, values=tree.leaves(section) if tool.is_nested else None)
+        job.read(section, tool.elsewhere)
     for value, flag in tool.values.items():
         job.take(flag, value)
     tool.adapt(job)
-    for flag, default in tool.defaults.items():
-        job.default(flag, default)
     job.switch(*tool.switches)
-    if job.world_size is None and tool.ranks:
-        job.world_size = job.product(*tool.ranks)
     job.public_depth(*tool.models)
     return import_arguments(job.arguments(), options, tool)
 
@@ -115,32 +109,18 @@ def _refuse_format(path: Path, tool: Tool) -> NoReturn:
 
 
 def _command(tool: Tool, path: Path, text: str) -> Tree:
-    """Return the values of the command that starts a training of a tool: its flags, or its overrides."""
+    """Return the values of the command that starts a training of a tool: its overrides, and torchrun's flags."""
     script, source = script_of(text, str(path), _DIRECTORIES)
-    started = [(index, tool.entry.search(_words(command))) for index, command in enumerate(script.commands)]
-    found = next(((index, match) for index, match in started if match is not None), None)
-    if found is None:
+    command = next((command for command in script.commands if tool.entry.search(_words(command))), None)
+    if command is None:
         message = f"no command here starts a training of {tool.name} with Megatron-Core"
-        fix = f"`--from {other}` reads it" if (other := _kind_of_script(script)) else "give the script that starts it"
-        raise PlanFileError(UNREADABLE.finding(message, Location(source.file), fix), source=source)
-    index, match = found
-    command = script.commands[index]
+        raise PlanFileError(UNREADABLE.finding(message, Location(source.file), "give the script that starts it"))
     require_evaluated(command, source)
-    rest = command[len(match.string[: match.end()].split()) :]
-    if tool.form == "overrides":
-        return tree_of(_overrides(command) | _launched(command), source)
-    values = {plain(name): _placed(setting) for name, setting in settings_of_words(rest).items()}
-    return tree_of(values | _variables(script, index, source), source)
+    return tree_of(_overrides(command) | _launched(command), source)
 
 
 def _words(command: Sequence[Argument]) -> str:
     return " ".join(re.sub(r"\s", "_", word.text or "?") for word in command) + " "
-
-
-def _kind_of_script(script: Script) -> str | None:
-    return next(
-        (tool.kind for tool in TOOLS for command in script.commands if tool.entry.search(_words(command))), None
-    )  # fmt: skip
 
 
 def _overrides(command: Sequence[Argument]) -> dict[str, Placed]:
@@ -159,17 +139,6 @@ def _launched(command: Sequence[Argument]) -> dict[str, Placed]:
     """Return the flags of torchrun, as ``launcher.nnodes`` and ``launcher.nproc_per_node``."""
     flags = {plain(name): replace(one, values=one.values[:1]) for name, one in settings_of_words(command).items()}
     return {f"launcher.{name}": _placed(setting) for name, setting in flags.items()}
-
-
-def _variables(script: Script, index: int, source: SourceMap) -> dict[str, Placed]:
-    """Return the variables before a command and in its script, as ``environment.NNODES``."""
-    texts = {name: script.value(name) for name in script.variables} | dict(script.environments[index])
-    place = Location(source.file)
-    return {
-        f"environment.{name}": Placed(int(text), place)
-        for name, text in texts.items() if text is not None and text.isdecimal() and len(text) <= _MOST_DIGITS
-    } | {f"environment.{name}": Placed(Unknown("known to a run alone", place), place)
-         for name, text in texts.items() if text is None}  # fmt: skip
 
 
 def _tree_of_flags(flags: Mapping[str, Setting], source: SourceMap) -> Tree:

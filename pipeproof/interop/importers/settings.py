@@ -18,12 +18,11 @@ _Default = TypeVar("_Default", int, None, int | None)
 class Settings:
     """The values of a file, and the draft of a plan that they set.
 
-    ``tool`` names the trainer in refusals; values in ``nothing`` are as none.
+    ``tool`` names the trainer in refusals.
     """
 
-    def __init__(self, tool: str, tree: Tree, draft: Draft, nothing: Collection[str] = ()) -> None:
+    def __init__(self, tool: str, tree: Tree, draft: Draft) -> None:
         self.tool, self.tree, self.draft = tool, tree, draft
-        self._nothing = nothing
 
     def placed(self, *path: str) -> Placed | None:
         """Return a value; None without one, or for null.
@@ -36,7 +35,7 @@ class Settings:
             return None
         if isinstance(placed.value, Unknown):
             raise self.refused(f"`{'.'.join(path)}` is {placed.value.why}", *path)
-        return None if isinstance(placed.value, str) and placed.value in self._nothing else placed
+        return placed
 
     def value(self, *path: str, default: Any = None) -> Any:
         """Return a value without its location; ``default`` without one."""

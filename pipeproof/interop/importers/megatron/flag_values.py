@@ -49,8 +49,6 @@ class Arguments:
     """Number of processes, where the file has it."""
     has_all: bool = False
     """True if all arguments of the program are listed, defaults included: none is missed."""
-    micro_batches: Setting | None = None
-    """The micro-batches of a step, where a tool has them instead of a global batch."""
     program: str = ""
     """The program that a command starts."""
     unread: tuple[str, ...] = ()

@@ -365,13 +365,6 @@ def import_batches(reader: FlagReader, data_parallel: int, num_chunks: int) -> N
         reader.take(_SIZE, ("schedule", "micro_batch_size"), size)
     sequences = count(draft, "schedule", "micro_batch_size") * data_parallel
     key = ("schedule", "num_micro_batches")
-    steps = reader.arguments.micro_batches
-    if steps is not None and steps.value is not None:
-        draft.set(key, int(steps.value), steps.name, steps.location)
-    elif steps is not None:
-        draft.assume(key, 2 * count(draft, "topology", "pp"), steps.why, steps.location)
-    if steps is not None:
-        return
     batches = _scheduled(reader)
     flag = _STEPS if batches else _TOTAL
     total = batches[-1] if batches else reader.number(_TOTAL)

@@ -62,13 +62,11 @@ _DEGREE_NAMES = tuple(name for names in DEGREES.values() for name in names)
 _PIPELINE_NAMES = (*_DEGREE_NAMES, *SWITCHES, *_OTHERS)
 _OF_FLEETX = frozenset({"dp_degree", "mp_degree", "pp_degree"})
 """Settings of PaddleFleetX, which these trainers do not have."""
-_DEEPSPEED = ("DeepSpeed's configuration", "use `--from deepspeed`, or give the training arguments")
-_AUTOMODEL = ("a recipe of NeMo Automodel", "use `--from automodel`, or give the training arguments")
+_DEEPSPEED = ("DeepSpeed's configuration", "give the training arguments")
 _MODEL = ("a model's configuration", "give the training arguments, and this file with `--model-config`")
 _OF_OTHERS = {
     "train_batch_size": _DEEPSPEED,
     "train_micro_batch_size_per_gpu": _DEEPSPEED,
-    "pp_size": _AUTOMODEL,
     "architectures": _MODEL,
     "model_type": _MODEL,
 }

@@ -112,7 +112,7 @@ def _read(file: Path, above: tuple[Path, ...]) -> tuple[dict[str, tuple[Any, Loc
         kind = "nothing" if tree.data is None else describe_value(tree.data)
         raise unreadable(f"training arguments are a mapping of keys, found {kind}", Location(name))
     known = format_of(tree_of_data(tree.data, tree.source))
-    if known is not None and known.kind not in ("", "ms-swift"):  # ms-swift has the same names of degrees
+    if known is not None and known.kind:
         raise unreadable(looks_like(known), Location(name))
     values: dict[str, tuple[Any, Location]] = {}
     for base, location in _bases(tree.data, tree.source):

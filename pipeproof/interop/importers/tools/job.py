@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
@@ -31,10 +31,8 @@ _LETTERS: Final = MappingProxyType({"embedding": "E", "decoder": "t", "mtp": "m"
 class Job:
     """Flags by name, which the table of a tool sets from a tree of values.
 
-    ``notes`` are assumptions about the file; ``world_size`` is the number of processes that train, and
-    ``micro_batches`` the micro-batches of a step, where the file has them; ``unread`` are files that it names and that
-    are not found, ``checkpoint`` is one of an unknown number of blocks, and ``open`` are settings that leave the
-    verdict open.
+    ``notes`` are assumptions about the file; ``world_size`` is the number of processes that train, where the file has
+    it; ``checkpoint`` is one of an unknown number of blocks, and ``open`` are settings that leave the verdict open.
     """
 
     tool: Tool
@@ -43,8 +41,6 @@ class Job:
     flags: dict[str, Setting] = field(default_factory=dict)
     notes: list[tuple[str, Location]] = field(default_factory=list)
     world_size: int | None = None
-    micro_batches: Setting | None = None
-    unread: tuple[str, ...] = ()
     checkpoint: tuple[str, Location] | None = None
     open: list[IgnoredSetting] = field(default_factory=list)
 
@@ -79,15 +75,6 @@ class Job:
         if placed is not None:
             self._add(_flag_with(flag, path, placed))
 
-    def accumulate(self, size: str, steps: str, *, default_size: int = 1) -> None:
-        """Set the micro-batch and the micro-batches of a step, as trainers in the style of Hugging Face have them."""
-        self.take("--micro-batch-size", size)
-        self.default("--micro-batch-size", default_size)
-        number = self.tree.number(steps, default=1)
-        place = self.place(steps)
-        why = f"the value of `{steps}`, which only a run determines"
-        self.micro_batches = Setting(steps, (None if number is None else str(number),), place, place, why)
-
     def product(self, *factors: tuple[str, int | None]) -> int | None:
         """Return the product of values with their defaults; None where one is not known."""
         result = 1
@@ -98,9 +85,7 @@ class Job:
             result *= number
         return result
 
-    def read(
-        self, section: str, elsewhere: Collection[str] = (), *, values: Mapping[str, Placed] | None = None
-    ) -> None:
+    def read(self, section: str, elsewhere: Collection[str] = ()) -> None:
         """Add the flags of a section's keys; ``elsewhere`` are those read before.
 
         Keys without a flag are left to the importer of Megatron-LM, with the section before their names.
@@ -109,24 +94,23 @@ class Job:
             PlanFileError: PP170, a key is a misspelling of one with a flag, and in no list of the tool.
         """
         shown = f"{section}." if section else ""
-        for name in self.tree.names(section) if values is None else ():
+        for name in self.tree.names(section):
             if self.tool.decides.fullmatch(name) and self.tree.names(section, name):
                 place = self.tree.source.locate((*section.split("."), name), key=True)
                 self._add([Setting(f"{shown}{name}", (None,), place, place, "a section")])
-        for name, placed in (self.tree.section(section) if values is None else values).items():
+        for name, placed in self.tree.section(section).items():
             if name in elsewhere:
                 continue
-            argument = self.tool.renamed.get(name, name)
-            flag = FLAGS_BY_NAME.get(argument)
-            near = None if flag or argument in NEGATED or self.tool.knows(argument) else misspelt(name, FLAGS_BY_NAME)
+            flag = FLAGS_BY_NAME.get(name)
+            near = None if flag or name in NEGATED or self.tool.knows(name) else misspelt(name, FLAGS_BY_NAME)
             if near is not None:
                 message = f"`{shown}{name}` is no key of {self.tool.name}"
                 self.refuse(message, placed.location, f"did you mean `{near}`?")
-            if argument in NEGATED and placed.value is False:
-                self._add([Setting(NEGATED[argument], (), placed.location, placed.location)])
-            elif flag is not None and (argument, str(placed.value)) not in _DEFAULTS:
+            if name in NEGATED and placed.value is False:
+                self._add([Setting(NEGATED[name], (), placed.location, placed.location)])
+            elif flag is not None and (name, str(placed.value)) not in _DEFAULTS:
                 self._add(_flag_with(flag, f"{shown}{name}", placed))
-            elif flag is None and argument not in NEGATED and not is_off(placed.value):
+            elif flag is None and name not in NEGATED and not is_off(placed.value):
                 text = str(placed.value) if is_known(placed.value) else None
                 self._add([Setting(f"{shown}{name}", (text,), placed.location, placed.location)])
 
@@ -162,7 +146,6 @@ class Job:
             given = Arguments(source.file, source.lines, {}, {}, has_all=True)
         return replace(
             given, flags=self.flags, notes=tuple(self.notes), world_size=self.world_size or given.world_size,
-            micro_batches=self.micro_batches, unread=(*given.unread, *self.unread),
             checkpoint=self.checkpoint, open=(*given.open, *self.open),
         )  # fmt: skip
 

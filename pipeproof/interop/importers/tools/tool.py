@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pipeproof.interop.importers.names import MEGATRON, VERSIONS, names_of, plain
 
@@ -30,25 +30,16 @@ class Tool:
     kind: str = "megatron"
     entry: re.Pattern[str] = _NOTHING
     """Finds the words of the command that starts a training."""
-    form: Literal["flags", "overrides", "file"] = "flags"
-    """Words of that command: flags, overrides such as ``a.b=value``, or the name of another file."""
     marks: tuple[str, ...] = ()
     """Paths of which a file of the tool has one."""
     sections: tuple[str, ...] = ("",)
     """Paths of the sections that have arguments of Megatron-LM, or attributes of Megatron-Core."""
-    is_nested: bool = False
-    """True if sections below these have arguments, too."""
     elsewhere: frozenset[str] = frozenset()
     """Keys of these sections that are no arguments."""
-    renamed: Mapping[str, str] = field(default_factory=_no_names)
-    """Keys of these sections, and the arguments that they are."""
     values: Mapping[str, str] = field(default_factory=_no_names)
     """Paths of other values, and their flags."""
     switches: tuple[str, ...] = ()
-    defaults: Mapping[str, object] = field(default_factory=_no_names)
-    """Flags that the tool sets, those with values unless the file has them."""
-    ranks: tuple[tuple[str, int | None], ...] = ()
-    """Paths of the factors of the number of processes that train, with the tool's defaults."""
+    """Flags that the tool sets."""
     models: tuple[str, ...] = ()
     """Paths that may name a public checkpoint."""
     names: str | None = None
