@@ -1,4 +1,4 @@
-"""``pipeproof.compare``: two timelines and their differences, with records and a page."""
+"""``pipeproof.compare``: two timelines and their differences, with records."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CompareResult(Result):
         }
     )
 
-    def __init__(self, comparison: Comparison, note: str, step: int | None) -> None:
-        self.comparison, self.note, self.step = comparison, note, step
+    def __init__(self, comparison: Comparison, note: str) -> None:
+        self.comparison, self.note = comparison, note
 
     def __repr__(self) -> str:
         """Return both makespans, and notes about the costs."""
@@ -53,12 +53,6 @@ class CompareResult(Result):
             printed(_WIDTH, lambda console: render_comparison(self.comparison, console, worst=10, note=self.note))
         )
 
-    def to_html(self) -> str:
-        """Return one page with both timelines, A above B."""
-        from pipeproof.analysis.compare.compare_page import comparison_html
-
-        return comparison_html(self.comparison.a, self.comparison.b, self.step, self.note)
-
 
 def compare(a: GivenPlan, b: GivenPlan, step: int | None = None) -> CompareResult:
     """Compare two timelines, such as those of two plans, or of a plan and of its run.
@@ -76,7 +70,7 @@ def compare(a: GivenPlan, b: GivenPlan, step: int | None = None) -> CompareResul
     """
     first, second = _timeline(a, "A"), _timeline(b, "B")
     second, note = with_common_layers(first, second)
-    return CompareResult(compare_timelines(first, second, step), note, step)
+    return CompareResult(compare_timelines(first, second, step), note)
 
 
 def _timeline(given: GivenPlan, name: str) -> TimelineFile:

@@ -117,7 +117,7 @@ class SimulateResult(Simulation, Result):
 
         title = f"{self.name} ({self.note})" if self.note else self.name
         curve = memory_held(self.timeline, self.memory)
-        return timeline_html([(title, self.timeline, self.plan.graph, curve)])
+        return timeline_html(title, self.timeline, self.plan.graph, curve)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the timeline as ``.html`` or ``.svg``, figures as ``.json``, ranks as ``.csv``.

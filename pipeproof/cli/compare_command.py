@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pipeproof.atomic_write import write_output
-from pipeproof.cli.console import console_for, format_option, note_kind, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, format_option, note_kind, refusing_bad_plans
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
@@ -20,13 +19,6 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS
 if TYPE_CHECKING:
     from pipeproof.analysis.compare.timeline_files import TimelineFile
     from pipeproof.cli.file_kinds import FileKind
-
-
-def _page(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse a file that is not a page, or cannot be written, before any work is done."""
-    if value is not None and value.suffix.lower() != ".html":
-        raise click.BadParameter(f"{str(value)!r} does not end in .html: two timelines are written as a page")
-    return writable(context, parameter, value)
 
 
 @click.command()
@@ -37,11 +29,8 @@ def _page(context: click.Context, parameter: click.Parameter, value: Path | None
 @click.option("--worst", type=click.IntRange(0, 100_000), default=10, show_default=True,
               help="Number of listed operations with the largest differences of length.")  # fmt: skip
 @format_option()
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=_page,
-              help="Write one page for a browser (.html): --step, or the last step, of A above that of B.")  # fmt: skip
 def compare(
     a: Path, b: Path, source: PlanSource, step: int | None, worst: int, form: Literal["text", "json"],
-    output: Path | None,
 ) -> None:  # fmt: skip
     """Compare two timelines: differences of lengths, starts and totals, and the first difference of order.
 
@@ -69,17 +58,10 @@ def compare(
             comparison = compare_timelines(first, second, step)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    if output is not None:
-        with refusing_bad_plans("text", a), showing_progress(f"writing {output}"):
-            from pipeproof.analysis.compare.compare_page import comparison_html
-
-            write_output(output, comparison_html(first, second, step, note))
     if form == "json":
         click.echo(json.dumps(comparison_to_json(comparison, worst=worst, note=note), indent=2))
     else:
         render_comparison(comparison, console_for(), worst=worst, note=note)
-        if output is not None:
-            console_for().print(f"timelines written to {output}; open it in a browser", soft_wrap=True)
 
 
 def _of_kind(kind: str, plan: Path, first: TimelineFile, source: PlanSource) -> TimelineFile:

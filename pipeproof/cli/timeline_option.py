@@ -74,12 +74,12 @@ def write_timeline(
     match path.suffix.lower():
         case ".html":
             from pipeproof.cost.devices import model_flops_utilization
-            from pipeproof.views.html.timeline_page import write_html
+            from pipeproof.views.html.timeline_page import timeline_html
 
             mfu = None if plan is None else model_flops_utilization(plan, timeline.makespan_us)
             sizes = "" if plan is None else f": {_sizes(plan)}"
             titled = f"{title}{sizes}{note}"
-            write_html([(titled, timeline, graph, curves[0] if curves else None, mfu)], path)
+            write_output(path, timeline_html(titled, timeline, graph, curves[0] if curves else None, mfu))
             return f"timeline written to {path}; open it in a browser"
         case ".csv":
             from pipeproof.views.trace_slices import write_csv

@@ -119,7 +119,7 @@ COMMANDS = {
     "tune": (["tune", "--gpus", "1", "--device", "h100", "--global-batch", "1", "--workers", "1"],
              {"plan", "config", *FOREIGN}),
     "sweep": (["sweep", "--set", "schedule.kind=[1f1b]", "--workers", "1"], {"plan", *FOREIGN}),
-    "compare": (["compare", PLAN], {"plan", "trace", "traces", "table", "report", *FOREIGN}),
+    "compare": (["compare", PLAN], {"plan", "trace", "traces", "report", *FOREIGN}),
     "schedule convert": (["schedule", "convert", "--as", "text"], IMPORTERS["schedule"]),
     "schedule show": (["schedule", "show"], {"plan", *FOREIGN}),
     "job hang": (["job", "hang"], {"dumps", "rings"}),

@@ -40,12 +40,3 @@ def test_other_endings_are_refused_before_the_work(command, name, good, tmp_path
     assert all(suffix in told for suffix in FORMS)
     assert started == []
     assert not (tmp_path / name).exists()
-
-
-def test_compare_reads_a_table_back(good, tmp_path):
-    table = tmp_path / "t.csv"
-    invoke("simulate", good, "-o", table)
-    result = invoke("compare", good, table)
-    assert result.exit_code == 0, result.stderr
-    assert f"B  {table}: CSV table, simulated" in result.stdout
-    assert "the order of computations and transfers is the same on every queue" in result.stdout

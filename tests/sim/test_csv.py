@@ -1,7 +1,6 @@
 """The table of a timeline: every operation, exact where that can be written, and read back as it was."""
 
 import csv
-from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -9,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.analysis.compare.compare_timelines import compare_timelines
-from pipeproof.analysis.compare.timeline_files import TimelineFileError, read_timeline
 from pipeproof.schedule.ops import parse_op
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.views.trace_slices import COLUMNS, decimal_text, write_csv
+from pipeproof.views.trace_slices import decimal_text, write_csv
 
 
 def rows_of(path):
@@ -84,47 +81,3 @@ def test_decimals_are_exact_where_they_end(value):
 )
 def test_decimals(value, text):
     assert decimal_text(Fraction(value))[0] == text
-
-
-def test_it_is_read_back_as_it_was(run, tmp_path):
-    path = tmp_path / "t.csv"
-    timeline = run(p=3, m=4, tf=Fraction(1, 8), tb=Fraction(2, 5), c=1).timeline
-    write_csv(timeline, path)
-    read = read_timeline(path)
-    assert (read.source, read.measured) == ("table", False)
-    assert [(o.rank, o.queue, str(o.op), o.start, o.end) for o in read.ops] == [
-        (s.rank, s.queue, s.op, s.start, s.end) for s in timeline.spans
-    ]
-    write_csv(MEASURED, path)
-    assert read_timeline(path).measured
-    assert {op.step for op in read_timeline(path).ops} == {0, 1}
-    assert compare_timelines(read, replace(read, file="again")).first_divergence is None
-
-
-def test_line_ends_of_other_systems_do_not_matter(run, tmp_path):
-    path = tmp_path / "t.csv"
-    write_csv(run(p=2, m=2).timeline, path)
-    before = read_timeline(path)
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert read_timeline(path) == before
-
-
-GOOD = "0,compute,0F0,F,0,0,,0,1,yes,,,0,0,simulated"
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([], "its timeline is empty"),
-        ([GOOD, GOOD.replace("0F0", "0X0")], "row 1 is no operation"),
-        ([GOOD.replace(",1,yes", ",soon,yes")], "row 0 is no operation"),
-        ([GOOD.replace(",1,yes", ",1/0,yes")], "row 0 is no operation"),
-        (["0,compute"], "row 0 is no operation"),
-        (["\udcff"], "it begins as a CSV table, but is none"),
-    ],
-)
-def test_a_table_that_is_none(rows, words, tmp_path):
-    path = tmp_path / "t.csv"
-    path.write_text("\n".join([",".join(COLUMNS), *rows]), errors="surrogateescape")
-    with pytest.raises(TimelineFileError, match=words):
-        read_timeline(path)

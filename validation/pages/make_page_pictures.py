@@ -1,4 +1,4 @@
-"""Make the screenshots of the pages for a browser at three widths: play, page and compare in ``docs/images``.
+"""Make the screenshots of the pages for a browser at three widths: play and page in ``docs/images``.
 
 ``python validation/pages/make_page_pictures.py`` needs Chromium, which ``make test-browser`` installs.
 """
@@ -29,14 +29,12 @@ def main() -> None:
     """Write each page to a temporary file, open it at each size, take the picture."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        (folder / "gpt_pp4.yaml").write_text(PLAN, encoding="utf-8")
         (folder / "slow_links.yaml").write_text(SLOW_LINKS, encoding="utf-8")
-        play, timeline, both = (folder / name for name in ("play.html", "timeline.html", "both.html"))
+        play, timeline = (folder / name for name in ("play.html", "timeline.html"))
         play.write_text(play_html(), encoding="utf-8")
         _command(folder, "simulate", "slow_links.yaml", "-o", timeline.name)
-        _command(folder, "compare", "gpt_pp4.yaml", "slow_links.yaml", "-o", both.name)
         for width, height in SIZES:
-            for name, page in (("play", play), ("page", timeline), ("compare", both)):
+            for name, page in (("play", play), ("page", timeline)):
                 _picture(page, name, width, height)
 
 

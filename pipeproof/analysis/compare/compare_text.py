@@ -11,12 +11,12 @@ from pipeproof.analysis.compare.compare_timelines import Comparison, Divergence,
 from pipeproof.analysis.compare.timeline_files import TimelineFile
 from pipeproof.diagnostics.units import signed_time_text, time_text
 from pipeproof.schedule.ops import OpKind
-from pipeproof.sim.timeline import figures_of
+from pipeproof.sim.timeline import Span, Timeline, figures_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a run", "table": "CSV table"}
+_WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a run"}
 
 
 def render_comparison(comparison: Comparison, console: Console, *, worst: int, note: str) -> None:
@@ -29,7 +29,7 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
     console.print(_verdict(comparison), soft_wrap=True)
     for name, file in (("A", comparison.a), ("B", comparison.b)):
         clock = "measured" if file.measured else "simulated"
-        about = _WORDS[file.source] + (f", {clock}" if file.source in ("trace", "table") else "")
+        about = _WORDS[file.source] + (f", {clock}" if file.source == "trace" else "")
         console.print(f"{name}  {file.file}: {about}, {len(file.ops)} operations", soft_wrap=True, markup=False)
     for sentence in dict.fromkeys((comparison.a.note, comparison.b.note, note)):
         if sentence:
@@ -83,14 +83,12 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
 
 def _verdict(comparison: Comparison) -> str:
     """The faster of the two in the last step that was compared, with bubbles and activations."""
-    from pipeproof.analysis.compare.compare_page import step_timeline
-
     last = comparison.steps[-1]
     facts = []
     for file, step, makespan in (
         (comparison.a, last.step_a, last.makespan_a), (comparison.b, last.step_b, last.makespan_b),
     ):  # fmt: skip
-        figures = figures_of(step_timeline(file, [op for op in file.ops if op.step == step], None))
+        figures = figures_of(_timeline_of(file, step))
         ranks = [of_rank for of_rank in figures if of_rank.busy_us]
         bubble = float(sum(of_rank.bubble_makespan_ratio for of_rank in ranks) / max(1, len(ranks)))
         peak = max((of_rank.peak_activations for of_rank in figures), default=0)
@@ -102,6 +100,14 @@ def _verdict(comparison: Comparison) -> str:
         lead = f"B takes {abs(float(ratio) - 1):.1%} {'longer' if ratio > 1 else 'less time'} than A"
     time, bubble_text, peak_text = (f"A {of_a}, B {of_b}" for of_a, of_b in zip(*facts, strict=True))
     return f"{lead}: {time}; bubble {bubble_text}; activations held at most {peak_text}"
+
+
+def _timeline_of(file: TimelineFile, step: int) -> Timeline:
+    """A step from time 0 on."""
+    ops = [op for op in file.ops if op.step == step]
+    origin = min((op.start for op in ops), default=Fraction(0))
+    spans = (Span(op.rank, op.queue, at, str(op.op), op.start - origin, op.end - origin) for at, op in enumerate(ops))
+    return Timeline(tuple(spans), ({},) * (max((op.rank for op in ops), default=-1) + 1))
 
 
 def _divergence_text(divergence: Divergence | None) -> str:

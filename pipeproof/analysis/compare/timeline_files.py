@@ -1,13 +1,11 @@
 """Timelines of an operation each, from what the commands write and from plans, for comparing them.
 
 A trace has whole nanoseconds and leaves out what takes no time (except
-computations and transfers); a run report has measured microseconds; a CSV
-table has all operations, exactly or to nine digits.
+computations and transfers); a run report has measured microseconds.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -16,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from pipeproof.analysis.tune.recut import layer_times, stage_times
 from pipeproof.comm.lower import blaming_plan, lower_loaded
-from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, open_foreign_text, read_foreign
+from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, read_foreign
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import Op, parse_op
 from pipeproof.sim.simulate import simulate
@@ -25,9 +23,8 @@ from pipeproof.specs.load_plan import LoadedPlan, load_plan
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.verify.check_plan import require_whole_step
 from pipeproof.views.chrome_trace import ARRIVAL
-from pipeproof.views.trace_slices import COLUMNS
 
-Source = Literal["plan", "trace", "report", "table"]
+Source = Literal["plan", "trace", "report"]
 
 
 class TimelineFileError(ValueError):
@@ -74,15 +71,13 @@ class TimelineFile:
 
 
 def read_timeline(path: Path, load: Callable[[Path], LoadedPlan] = load_plan) -> TimelineFile:
-    """Read a trace, a run report or a CSV table, or simulate a plan, which ``load`` reads; the content decides.
+    """Read a trace or a run report, or simulate a plan, which ``load`` reads; the content decides.
 
     Raises:
-        TimelineFileError: it is JSON of another kind, or an event or row is no operation.
+        TimelineFileError: it is JSON of another kind, or an event is no operation.
         BadPlanError: as a plan, it cannot be read, lowered or simulated.
         SimulationError: the plan comes to no end.
     """
-    if _is_table(path):
-        return _of_table(path)
     content = _json_object(path)
     if content is None or "pipeproof" in content:
         return simulated_plan(str(path), load(path))
@@ -92,7 +87,7 @@ def read_timeline(path: Path, load: Callable[[Path], LoadedPlan] = load_plan) ->
     if isinstance(content.get("timeline"), list):
         ops = tuple(_each(name, "timeline entry", content["timeline"], _of_entry))
         return TimelineFile(name, "report", measured=True, ops=_some(name, ops))
-    fix = "a plan, a trace or CSV table (`simulate -o`, `run -o`) and a report (`run --report`) have one"
+    fix = "a plan, a trace (`simulate -o`, `run -o`) and a report (`run --report`) have one"
     if "makespan" in content and "ranks" in content:
         fix = "these are the figures of a simulation; `simulate -o` writes its timeline"
     raise TimelineFileError(f"{name}: it has no timeline; {fix}")
@@ -161,34 +156,6 @@ def _of_trace(name: str, content: Mapping[str, Any]) -> TimelineFile:
     return TimelineFile(
         name, "trace", about.get("clock") == "measured", _some(name, ops),
         cost_source=source if source in get_args(CostSource) else None, note=str(about.get("note", "")),
-    )  # fmt: skip
-
-
-def _is_table(path: Path) -> bool:
-    """True if it begins as our tables do; the plan reader reports files that cannot be read."""
-    heading = ",".join(COLUMNS).encode()
-    try:
-        with open_foreign(path) as stream:
-            return stream.read(len(heading)) == heading
-    except OSError:
-        return False
-
-
-def _of_table(path: Path) -> TimelineFile:
-    name = str(path)
-    try:
-        with open_foreign_text(path, newline="") as stream:
-            rows = list(csv.DictReader(stream))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise TimelineFileError(f"{name}: it begins as a CSV table, but is none: {error}") from error
-    ops = tuple(_each(name, "row", rows, _of_row))
-    return TimelineFile(name, "table", rows[0]["clock"] == "measured" if rows else False, _some(name, ops))
-
-
-def _of_row(row: Mapping[str, Any], _: int) -> TimedOp:
-    return TimedOp(
-        int(row["rank"]), int(row["step"]), row["queue"], parse_op(row["op"]), Fraction(row["start_us"]),
-        Fraction(row["end_us"]), int(row["op_id"]),
     )  # fmt: skip
 
 

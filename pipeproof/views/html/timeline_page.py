@@ -17,13 +17,11 @@ from fractions import Fraction
 from html import escape
 from importlib.resources import files
 from math import lcm
-from pathlib import Path
 from string import Template
 from typing import Any
 
 import numpy as np
 
-from pipeproof.atomic_write import write_output
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import (
     COLLECTIVE_KINDS,
@@ -40,47 +38,28 @@ from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.views.html.relations import Cause, Relations, cause, critical_path, idle_times
 from pipeproof.views.memory_curves import Curve, Steps, activations_held
 
-Titled = (
-    tuple[str, Timeline, OpGraph | None]
-    | tuple[str, Timeline, OpGraph | None, Curve | None]
-    | tuple[str, Timeline, OpGraph | None, Curve | None, float | None]
-)
-"""A timeline with its title; the graph that it is of, what its ranks hold and its MFU, where these are known."""
-
 _SCRIPTS = ("data.js", "layout.js", "draw.js", "units.js", "describe.js", "numbers.js", "app.js")
 """In the order in which they need each other; together they are one script."""
 
 
-def timeline_html(timelines: Sequence[Titled]) -> str:
-    """The text of the page, timelines above each other; the same bytes for the same timelines.
-
-    Later timelines are compared with the first, op by op: same rank, step and text.
+def timeline_html(
+    title: str, timeline: Timeline, graph: OpGraph | None, held: Curve | None = None, mfu: float | None = None
+) -> str:
+    """The text of the page; the same bytes for the same timeline. Arguments are those of ``payload``.
 
     Raises:
-        ValueError: there is no timeline, or one has operations that its graph does not have.
+        ValueError: it has operations that its graph does not have.
     """
-    if not timelines:
-        raise ValueError("a page needs at least one timeline")
     parts = files(__package__)
-    data = {"categories": CATEGORIES, "timelines": [payload(*titled) for titled in timelines]}
+    data = {"categories": CATEGORIES, "timelines": [payload(title, timeline, graph, held, mfu)]}
     script = "\n".join((parts / "page" / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return Template((parts / "page" / "page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(" / ".join(titled[0] for titled in timelines)),
+        title=escape(title),
         style=(parts / "page" / "page.css").read_text(encoding="utf-8"),
         script=script,
         # a browser ends a script at the first `</`, in strings too
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     )
-
-
-def write_html(timelines: Sequence[Titled], path: Path) -> None:
-    """Write the page, overwriting what is there.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: there is no timeline, or one has operations that its graph does not have.
-    """
-    write_output(path, timeline_html(timelines))
 
 
 CATEGORIES = ("F", "B", "I", "W", "send", "recv", "wait", "collective", "other")

@@ -5,7 +5,7 @@ import pytest
 from pipeproof.comm.lower import lower
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.views.html.timeline_page import write_html
+from pipeproof.views.html.timeline_page import timeline_html
 from pipeproof.views.memory_curves import memory_held
 
 
@@ -22,39 +22,26 @@ def plan_of(kind, p, m, v=1, tp=1):
     return plan_from_dict(
         {
             "pipeproof": 1,
-            "model": {
-                "kind": "gpt",
-                "num_layers": p * v,
-                "hidden_size": 16,
-                "num_heads": 4,
-                "ffn_size": 16,
-                "vocab_size": 16,
-                "seq_length": 8,
-            },
+            "model": {"kind": "gpt", "num_layers": p * v, "hidden_size": 16, "num_heads": 4, "ffn_size": 16,
+                      "vocab_size": 16, "seq_length": 8},
             "topology": {"pp": p, "tp": tp},
             "schedule": {"kind": kind, "num_micro_batches": m, "micro_batch_size": 1, "num_chunks": v},
             "cost": {"forward_us": 10, "backward_us": 20, "p2p_latency_us": 2},
         }
-    ).spec
-
-
-@pytest.fixture(scope="session")
-def lowered_of():
-    """``lowered_of(kind, ranks, micro-batches, chunks)``: a plan, lowered."""
-    return lambda *plan: lower(plan_of(*plan))
+    ).spec  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def page(tmp_path_factory):
-    """``page(plans...)``: the file with the timelines of plans, each (kind, ranks, micro-batches, chunks)."""
+    """``page(kind, ranks, micro-batches, chunks)``: the file with the timeline of a plan; with ``mfu`` its memory."""
 
-    def make(*plans):
-        timelines = []
-        for plan in plans:
-            lowered = lower(plan_of(*plan))
-            timelines.append((" ".join(map(str, plan)), simulate(lowered).timeline, lowered.graph))
+    def make(*plan, mfu=None):
+        lowered = lower(plan_of(*plan))
+        simulation = simulate(lowered)
+        held = memory_held(simulation.timeline, simulation.memory) if mfu else None
         path = tmp_path_factory.mktemp("page") / "timeline.html"
-        write_html(timelines, path)
+        title = " ".join(map(str, plan))
+        path.write_text(timeline_html(title, simulation.timeline, lowered.graph, held, mfu), encoding="utf-8")
         return path
 
     return make
@@ -62,18 +49,7 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small(page):
-    return page(("1f1b", 4, 8))
-
-
-@pytest.fixture(scope="session")
-def in_bytes(tmp_path_factory):
-    """The same page with the memory of each rank in place of the activations that it holds."""
-    lowered = lower(plan_of("1f1b", 4, 8))
-    simulation = simulate(lowered)
-    held = memory_held(simulation.timeline, simulation.memory)
-    path = tmp_path_factory.mktemp("page") / "memory.html"
-    write_html([("1f1b", simulation.timeline, lowered.graph, held)], path)
-    return path
+    return page("1f1b", 4, 8)
 
 
 @pytest.fixture

@@ -1,20 +1,16 @@
 """A headless Chromium, driven by Selenium."""
 
-import base64
 import os
 import shutil
 
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.common.print_page_options import PrintOptions
 
 KEYS = {
     "ArrowRight": Keys.ARROW_RIGHT,
     "ArrowLeft": Keys.ARROW_LEFT,
-    "ArrowDown": Keys.ARROW_DOWN,
     "Enter": Keys.ENTER,
     "Escape": Keys.ESCAPE,
 }
@@ -79,17 +75,9 @@ class Browser:
     def press(self, *keys):
         self._perform(ActionChains(self._driver).send_keys(*(KEYS.get(key, key) for key in keys)))
 
-    def focus(self, selector):
-        self.run("arguments[0].focus()", self._driver.find_element(By.CSS_SELECTOR, selector))
-
     def prefer(self, scheme):
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.settle()
-
-    def pdf(self):
-        options = PrintOptions()
-        options.orientation = "landscape"
-        return base64.b64decode(self._driver.print_page(options))
 
     def complaints(self):
         """What the browser wrote to its console since the last call: errors of scripts and refused loads.

@@ -1,19 +1,14 @@
-"""The timeline page, opened and used: pointer, keys, buttons, search, colours, print and size."""
+"""The timeline page, opened and used: pointer, keys, search and colours, and its figures."""
 
-import io
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from matplotlib.image import imread
 
 import pipeproof.views.html
 from pipeproof.diagnostics.units import size_text, time_text
-from pipeproof.sim.simulate import simulate
-from pipeproof.views.html.timeline_page import write_html
-from pipeproof.views.memory_curves import memory_held
 
 pytestmark = pytest.mark.needs_browser
 
@@ -25,11 +20,6 @@ PIXEL = """
 const pen = document.getElementById("canvas").getContext("2d");
 return Array.from(pen.getImageData(Math.round(arguments[0]), Math.round(arguments[1]), 1, 1).data).slice(0, 3);
 """
-
-
-FORWARD, BACKWARD, EARLIER = (0x34, 0x61, 0xC1), (0x27, 0x80, 0x3F), (0x1B, 0x1F, 0x24)
-HELD = (190, 168, 234)
-"""The curve of activations on its row."""
 
 
 def place(browser, op, rank, k=0):
@@ -54,12 +44,6 @@ def pixel(browser, x, y):
     return tuple(browser.run(PIXEL, x, y - browser.run(TOP)))
 
 
-def edge(browser, op, rank, k):
-    """The colour of an op at its upper edge."""
-    box = browser.run("return pipeproof.place(...arguments)", op, rank, k)
-    return pixel(browser, box["x"] + box["w"] / 2, box["y"] + browser.run(TOP))
-
-
 @given(
     us=st.one_of(st.floats(-1e12, 1e12), st.integers(-(10**9), 10**9).map(lambda eighths: eighths / 8)),
     num_bytes=st.one_of(st.integers(0, 2**48), st.integers(0, 2**30).map(lambda n: n * 128)),
@@ -68,11 +52,6 @@ def edge(browser, op, rank, k):
 def test_times_and_sizes_are_written_as_in_text(browser, us, num_bytes):
     texts = browser.run(f"{UNITS}\nreturn [duration(arguments[0]), bytesText(arguments[1])]", us, num_bytes)
     assert texts == [time_text(us), size_text(num_bytes)]
-
-
-def test_neighbours_on_the_axis_differ(browser):
-    ticks = browser.run(f"{UNITS}\nreturn [1, 2, 3].map((n) => tickText(123456 + 0.5 * n, 0.5))")
-    assert ticks == ["123456.5 us", "123457 us", "123457.5 us"]
 
 
 def test_the_page_draws_itself_and_asks_for_nothing(opened):
@@ -92,24 +71,6 @@ def test_hovering_tells_what_an_operation_a_message_and_a_bubble_are(opened):
     assert "rank 0 pp0 is idle: waits for a message from rank 1" in tip(opened)
     opened.move(x, opened.run("return innerHeight") - 5)
     assert tip(opened) is None
-
-
-def test_hovering_a_curve_tells_the_activations_held(opened):
-    x, y = place(opened, "0F3", 0)
-    opened.move(x, y + 50)
-    assert tip(opened).startswith("rank 0 pp0 holds 4 chunk activations at ")
-
-
-def test_hovering_a_curve_in_bytes_tells_the_memory(browser, in_bytes):
-    browser.open(in_bytes)
-    browser.settle()
-    x, y = place(browser, "0F3", 0)
-    browser.move(x, y + 50)
-    text = tip(browser)
-    assert text.startswith("rank 0 pp0 holds ")
-    assert " KiB at " in text
-    assert "Memory" in browser.run("return document.body.textContent")
-    assert browser.complaints() == []
 
 
 def test_a_click_chooses_an_operation_and_keys_go_on_from_there(opened):
@@ -134,27 +95,6 @@ def test_the_wheel_zooms_around_the_pointer(opened):
     assert end - begin == pytest.approx(MAKESPAN * 2.718281828 ** (-400 * 0.0015))
 
 
-def test_dragging_pans_in_both_directions(opened):
-    opened.press("+", "+", "+", "+")
-    _, y = place(opened, "2B3", 2)
-    before = view(opened)
-    opened.drag(600, y, 120, -40)
-    begin, end, top = view(opened)
-    assert end - begin == pytest.approx(before[1] - before[0])
-    assert begin - before[0] == pytest.approx(-120 / (1200 - 140) * (end - begin), rel=0.02)
-    assert top == before[2] == 0  # all rows are visible: there is nothing to scroll
-    assert status(opened).startswith("Click an operation")
-
-
-def test_the_strip_of_the_whole_time_shows_another_part(opened):
-    opened.press("+", "+", "+", "+")
-    begin, end, _ = view(opened)
-    opened.click(1000, opened.run(TOP) + 5)
-    later, last, _ = view(opened)
-    assert last - later == pytest.approx(end - begin)
-    assert later > begin
-
-
 def test_a_rank_is_folded_to_its_computations_by_a_click_on_its_name_and_all_by_a_key(opened):
     rows = "return pipeproof.rows().map(({kind, rank}) => `${kind} ${rank}`)"
     whole = opened.run(rows)
@@ -167,31 +107,6 @@ def test_a_rank_is_folded_to_its_computations_by_a_click_on_its_name_and_all_by_
     assert opened.run(rows) == [f"compute {rank}" for rank in range(4)]
     opened.press("f")
     assert opened.run(rows) == whole
-
-
-@pytest.mark.parametrize("width", [390, 1400])
-def test_no_name_of_a_row_is_cut_and_the_keys_need_no_scrolling(opened, width):
-    opened.command("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False)
-    try:
-        room, names = opened.run("return pipeproof.gutter()")
-        assert room >= max(names)
-        opened.press("?")
-        fits = (
-            "const {scrollHeight, clientHeight} = document.getElementById('help'); return scrollHeight <= clientHeight"
-        )
-        assert opened.run(fits)
-    finally:
-        opened.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)
-
-
-def test_keys_pan_zoom_and_fit(opened):
-    whole = view(opened)
-    opened.press("+", "ArrowRight")
-    begin, end, _ = view(opened)
-    assert end - begin == pytest.approx(0.7 * MAKESPAN)
-    assert begin == pytest.approx(0.15 * MAKESPAN + 0.15 * 0.7 * MAKESPAN)
-    opened.press("0")
-    assert view(opened) == whole
 
 
 def test_a_rank_out_of_sight_is_found_by_search_and_the_second_enter_finds_the_next(opened):
@@ -227,29 +142,6 @@ def test_the_critical_path_is_drawn_along_its_operations_and_nowhere_else(opened
     assert (pixel(opened, on[0], top), pixel(opened, off[0], top)) == (red, before[1])
 
 
-def test_buttons_say_whether_they_are_on_and_hide_rows(opened):
-    pressed = "return document.querySelector('[data-switch=queues]').getAttribute('aria-pressed')"
-    _, below = place(opened, "1F0", 1)
-    assert opened.run(pressed) == "true"
-    button = opened.run(
-        "const r = document.querySelector('[data-switch=queues]').getBoundingClientRect(); return [r.x, r.y]"
-    )
-    opened.click(button[0] + 5, button[1] + 5)
-    assert opened.run(pressed) == "false"
-    assert place(opened, "1F0", 1)[1] < below
-
-
-def test_the_page_follows_the_readers_colours_until_told_otherwise(opened):
-    def paper():
-        return pixel(opened, 600, opened.run(TOP) + opened.run("return pipeproof.state.height") - 3)
-
-    assert paper() == (0xFF, 0xFF, 0xFF)
-    opened.prefer("dark")
-    assert paper() == (0x0D, 0x11, 0x17)
-    opened.press("t")
-    assert paper() == (0xFF, 0xFF, 0xFF)
-
-
 def test_keys_are_explained_and_everything_is_reached_by_tab(opened):
     opened.press("?")
     assert opened.run("return document.getElementById('help').open")
@@ -259,54 +151,9 @@ def test_keys_are_explained_and_everything_is_reached_by_tab(opened):
     assert opened.run("return [...document.querySelectorAll('button, input, canvas')].every(e => e.tabIndex === 0)")
 
 
-def test_printing_shows_all_rows_on_white_and_then_the_view_is_as_before(opened):
-    opened.prefer("dark")
-    opened.run("window.dispatchEvent(new Event('beforeprint'))")
-    height = opened.run("return document.getElementById('canvas').height")
-    corner = "return Array.from(document.getElementById('canvas').getContext('2d').getImageData(2799, 100, 1, 1).data)"
-    assert opened.run(corner) == [255, 255, 255, 255]
-    assert height == 2 * round(opened.run("return pipeproof.state.height"))
-    opened.run("window.dispatchEvent(new Event('afterprint'))")
-    opened.settle()
-    assert opened.run("return pipeproof.state.width") == 1200
-    assert opened.run("return document.documentElement.dataset.theme ?? null") is None
-    assert opened.pdf().startswith(b"%PDF")
-
-
-def test_two_timelines_stand_above_each_other_and_tell_how_they_differ(browser, page):
-    browser.prefer("light")
-    browser.open(page(("gpipe", 2, 4), ("1f1b", 2, 4)))
-    browser.settle()
-    first, second = place(browser, "0B1", 0, 0), place(browser, "0B1", 0, 1)
-    assert second[1] > first[1]
-    browser.move(*second)
-    assert "against gpipe 2 4: ends " in tip(browser)
-    browser.move(*place(browser, "0F0", 0, 1))
-    assert "ends at the same time, as long" in tip(browser)
-    assert edge(browser, "0F0", 0, 1) == FORWARD  # no difference, no outline
-    assert edge(browser, "1B0", 1, 1) == EARLIER
-    browser.press("d")
-    assert edge(browser, "1B0", 1, 1) == BACKWARD
-    assert browser.complaints() == []
-
-
-def test_the_memory_of_two_timelines_has_one_scale(browser, page):
-    """Rank 0 holds four activations with GPipe, two with 1F1B: half of the height."""
-    browser.prefer("light")
-    browser.open(page(("gpipe", 2, 4), ("1f1b", 2, 4)))
-    browser.settle()
-
-    def height(op, k):
-        x, y = place(browser, op, 0, k)
-        above = [pixel(browser, x, y + below) for below in range(20, 75)]
-        return max(len(list(same)) for colour, same in groupby(above) if colour == HELD)
-
-    assert abs(height("0F3", 0) - 2 * height("0F1", 1)) <= 2
-
-
 def test_of_a_hundred_thousand_operations_a_frame_draws_no_more_than_there_are_pixels(browser, page):
     """Shapes and texts are counted while the page pans, all of it in sight, some of it, and a hundredth."""
-    browser.open(page(("interleaved", 16, 256, 4)))
+    browser.open(page("interleaved", 16, 256, 4))
     browser.settle()
     assert browser.run("return pipeproof.size") > 97_000
     drawn = """
@@ -347,12 +194,8 @@ def test_the_figures_are_those_of_the_closed_form(opened):
     assert "MFU" not in found
 
 
-def test_memory_and_mfu_are_shown_where_they_are_known(browser, lowered_of, tmp_path):
-    lowered = lowered_of("1f1b", 2, 4)
-    simulation = simulate(lowered)
-    held = memory_held(simulation.timeline, simulation.memory)
-    write_html([("1f1b", simulation.timeline, lowered.graph, held, 0.4321)], tmp_path / "m.html")
-    browser.open(tmp_path / "m.html")
+def test_memory_and_mfu_are_shown_where_they_are_known(browser, page):
+    browser.open(page("1f1b", 2, 4, mfu=0.4321))
     assert figures(browser)["MFU"] == "43.2 %"
     assert figures(browser)["Peak memory"].endswith("KiB")
     assert browser.complaints() == []
@@ -360,7 +203,7 @@ def test_memory_and_mfu_are_shown_where_they_are_known(browser, lowered_of, tmp_
 
 @pytest.mark.parametrize("plan", [("1f1b", 4, 8), ("zb_v", 3, 6, 2), ("dualpipe", 4, 8), ("1f1b", 2, 4, 1, 2)])
 def test_the_breakdown_of_a_range_adds_up_to_it_and_its_parts_to_the_whole(browser, page, plan):
-    browser.open(page(plan))
+    browser.open(page(*plan))
     whole = browser.run("return pipeproof.state.t1")
     cuts = [0, whole / 3, whole / 2, whole]
     for rank in range(plan[1]):
@@ -372,15 +215,6 @@ def test_the_breakdown_of_a_range_adds_up_to_it_and_its_parts_to_the_whole(brows
             assert 0 <= spent["messages"] <= idle + 1e-9
         for name in ("computes", "collectives", "messages"):
             assert sum(part[name] for part in parts) == pytest.approx(total[name])
-
-
-def test_exposed_communication_is_idle_time_in_which_a_message_is_under_way(browser, lowered_of, tmp_path):
-    """Two ranks, one micro-batch: rank 1 waits one latency, rank 0 two computations and another latency."""
-    lowered = lowered_of("1f1b", 2, 1)
-    write_html([("1f1b", simulate(lowered).timeline, lowered.graph)], tmp_path / "x.html")
-    browser.open(tmp_path / "x.html")
-    assert browser.run("return [0, 1].map((rank) => pipeproof.breakdown(rank, 0, 64).messages)") == [2, 2]
-    assert figures(browser)["Exposed communication"] == "2 us, 3.1 %"
 
 
 def test_a_range_is_chosen_on_the_axis_or_by_keys_and_broken_down(opened):
@@ -414,60 +248,3 @@ def test_the_causes_of_an_operation_lead_back_to_the_beginning(opened):
     assert opened.run(causes) == ["1F0", "WAIT(1RECV_F0)", "1RECV_F0", "0SEND_F0", "0F0"]
     opened.run("[...document.querySelectorAll('#causes button')].at(-1).click()")
     assert status(opened).startswith("0F0: forward on rank 0")
-
-
-@pytest.mark.parametrize("width", [390, 1024, 1600])
-def test_texts_in_the_picture_neither_overlap_nor_leave_it(browser, page, width):
-    """Every text is recorded with its box while the page draws: none is cut by the edge, none lies on another."""
-    browser.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-    try:
-        browser.open(page(("interleaved", 4, 8, 2), ("1f1b", 4, 8)))
-        browser.settle()
-        boxes = browser.run("""
-            const pen = CanvasRenderingContext2D.prototype, draw = pen.fillText, boxes = [];
-            pen.fillText = function (text, x, y) {
-              const {width} = this.measureText(text), left = this.textAlign === "center" ? x - width / 2 : x;
-              boxes.push([text, left, left + width, y]);
-              return draw.apply(this, arguments);
-            };
-            pipeproof.draw();
-            pen.fillText = draw;
-            return boxes;
-        """)
-        assert len(boxes) > 20
-        assert [box for box in boxes if box[1] < 0 or box[2] > width] == []
-        lines = {}
-        for text, left, right, y in sorted(boxes, key=lambda box: box[1]):
-            before = lines.get(round(y))
-            assert before is None or before[1] <= left + 0.5, (before, text)
-            lines[round(y)] = (text, right)
-        assert browser.run("return document.documentElement.scrollWidth") == width
-    finally:
-        browser.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)
-
-
-def test_a_table_wider_than_the_window_has_a_shade_where_it_continues(browser, page):
-    """The right edge of the table is darker until the table is scrolled to its end; then the left edge is."""
-    browser.command("Emulation.setDeviceMetricsOverride", width=390, height=900, deviceScaleFactor=1, mobile=False)
-    try:
-        browser.open(page(("interleaved", 4, 8, 2)))
-        browser.settle()
-        browser.press("n")
-        left, right, y, hidden = browser.run("""
-            const box = document.getElementById("breakdown"), {left, right, bottom} = box.getBoundingClientRect();
-            return [left, left + box.clientWidth, bottom - 3, box.scrollWidth - box.clientWidth];
-        """)
-        assert hidden > 0
-
-        def brightness():
-            browser.settle()
-            picture = imread(io.BytesIO(browser.screenshot()))
-            return [float(picture[round(y), round(x), :3].mean()) for x in (left + 1, right - 2)]
-
-        at_start = brightness()
-        browser.run("document.getElementById('breakdown').scrollLeft = 10 ** 6")
-        at_end = brightness()
-        assert at_start[0] - at_end[0] > 0.1
-        assert at_end[1] - at_start[1] > 0.1
-    finally:
-        browser.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)

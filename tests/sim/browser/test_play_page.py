@@ -1,7 +1,6 @@
 """The page `pipeproof play` in Chromium: its schedules, times and verdicts are those of Python, and it can be used."""
 
 import random
-import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -21,7 +20,6 @@ from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.deadlock.deadlock_verdict import deadlocks
 from pipeproof.views.play.play_page import LEFT_OUT, play_html
-from tests.cli.commands import invoke
 from tests.verify.deadlock_definition import events_of, stuck_events
 
 pytestmark = pytest.mark.needs_browser
@@ -111,7 +109,7 @@ def random_values(draw, kind, variant):
 def test_times_of_all_operations_are_those_of_python(opened, kind, variant):
     draw = random.Random(f"{kind} {variant}")
     num_compared = 0
-    while num_compared < 12:
+    while num_compared < 6:
         page = opened.run(ROWS, values := random_values(draw, kind, variant), False)
         plan = plan_of_text(page["plan"])
         if "unfit" in page:
@@ -148,13 +146,6 @@ def test_verdicts_under_all_channel_models_are_those_of_python(opened, kind, var
         num_compared += 1
         graph = lowered_plan(page["plan"]).graph
         assert page["models"] == [deadlocks(graph, model) for model in MODELS], values
-
-
-@pytest.mark.parametrize("kind", ["interleaved", "zb_v", "dualpipe"])
-def test_times_of_the_largest_sizes_are_those_of_python(opened, kind):
-    page = opened.run(ROWS, {"kind": kind, "variant": "torch", "p": "16", "m": "64", "v": "8"}, False)
-    lowered = lowered_plan(page["plan"])
-    assert page["rows"] == rows_of_python(lowered, simulate(lowered).timeline)
 
 
 @pytest.mark.parametrize("sends", ["async", "rendezvous", "backend"])
@@ -194,15 +185,6 @@ def test_a_deadlock_is_shown_with_a_cycle_and_its_fix(opened):
     assert "transport: {recv_order: send_order, queue: pair}" in text(opened, "plan")
 
 
-def test_the_command_line_agrees_with_the_verdict_of_the_page(opened, tmp_path):
-    for queue, status in (("directed_edge", 0), ("pair", 1)):
-        plan = tmp_path / f"{queue}.yaml"
-        plan.write_text(opened.run(ROWS, {"queue": queue}, False)["plan"])
-        result = invoke("check", plan)
-        assert result.exit_code == status
-        assert ("PP401" in result.output) == bool(status)
-
-
 def text(browser, name):
     return browser.run("return document.getElementById(arguments[0]).textContent", name)
 
@@ -231,17 +213,6 @@ def test_a_link_reproduces_the_settings_and_what_it_does_not_understand_is_named
     }
 
 
-def wait_for_models(browser):
-    """Until the verdicts of all models are there: the page computes them in slices of time."""
-    ends = time.monotonic() + 60
-    while browser.run(
-        "const box = document.getElementById('models'); return box.hasAttribute('aria-busy') || !box.firstChild"
-    ):
-        assert time.monotonic() < ends
-        time.sleep(0.05)
-    browser.settle()
-
-
 def set_field(browser, name, value):
     browser.run(
         "const field = document.getElementById('field-' + arguments[0]);"
@@ -250,37 +221,6 @@ def set_field(browser, name, value):
         value,
     )
     browser.settle()
-
-
-def test_a_value_that_cannot_be_used_is_refused_next_to_its_field(opened):
-    before = text(opened, "plan")
-    for name, value in (("f", "0"), ("f", "1e3"), ("i", "-1"), ("w", "1.0001"), ("p", "17"), ("hidden", "100")):
-        set_field(opened, name, value)
-        assert opened.run("return document.getElementById(`field-${arguments[0]}`).ariaInvalid", name) == "true"
-        assert text(opened, f"field-{name}-problem").endswith("please")
-        assert text(opened, "plan") == before
-
-
-def test_the_timeline_is_used_by_keys_and_pointer(opened):
-    opened.focus("#canvas")
-    opened.press(".", ".")
-    assert text(opened, "status").startswith(
-        "0F1: forward of micro-batch 1 on stage 0, rank 0; 1 ms to 2 ms, takes 1 ms"
-    )
-    opened.press("ArrowDown")
-    assert text(opened, "status").startswith("1F0: forward of micro-batch 0 on stage 1, rank 1; ")
-    opened.press("+", "ArrowRight")
-    first, last = opened.run("return [play.picture.from, play.picture.to]")
-    makespan = opened.run("return play.picture.figures.makespan")
-    assert 0 < first < last < makespan
-    opened.press("0")
-    assert opened.run("return [play.picture.from, play.picture.to]") == [0, makespan]
-    box = opened.run("return play.picture.box(0)")
-    place = opened.run("const {x, y} = document.getElementById('canvas').getBoundingClientRect(); return [x, y]")
-    opened.run("document.activeElement.blur()")
-    opened.press("Escape")
-    opened.move(place[0] + box["x"] + box["w"] / 2, place[1] + box["y"] + box["h"] / 2)
-    assert text(opened, "status").startswith("0F0: forward")
 
 
 def test_every_field_has_a_label_and_every_schedule_its_source(opened):
@@ -331,44 +271,11 @@ def test_what_is_pasted_and_is_no_schedule_is_refused_with_the_reason(opened, pr
     assert yaml.safe_load(text(opened, "plan"))["schedule"]["kind"] == "1f1b"  # the last settings that were right
 
 
-def test_the_table_of_models_names_runtimes_and_what_was_chosen(opened):
-    wait_for_models(opened)
-    table = text(opened, "models")
-    assert "NCCL with batched transfers, gloo; chosen above" in table
-    set_field(opened, "queue", "pair")
-    wait_for_models(opened)
-    assert "NCCL, transfers of PyTorch one by one; chosen above" in text(opened, "models")
-
-
-def test_memory_is_that_of_the_formula(opened):
-    """4 activations of 8 layers each: 34 bytes for each of 4096 x 4096 elements, 32 layers on 4 ranks."""
-    boxes = (
-        "[...document.querySelectorAll('#figures div')].map((box) => [...box.children].map((one) => one.textContent))"
-    )
-    figures = {term: value for term, value, _ in opened.run(f"return {boxes}")}
-    assert figures["Memory of them"] == f"{4 * 8 * 34 * 4096 * 4096 / 2**30:.1f} GiB"
-
-
-@pytest.mark.parametrize("width", [390, 1024, 1600])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_the_window(opened, width, scheme):
-    try:
-        opened.prefer(scheme)
-        opened.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        opened.settle()
-        assert opened.run("return document.documentElement.scrollWidth") == width
-        assert opened.run("return document.documentElement.dataset.theme") == scheme
-        assert opened.run("return performance.getEntriesByType('resource').length") == 0
-    finally:
-        opened.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)
-        opened.prefer("light")
-
-
 def test_no_settings_make_the_page_complain(opened):
     """Any schedule and size, noise, deadlocks without a timeline included: the verdict is shown, and what it allows."""
     draw = random.Random("settings")
     shown = set()
-    for place in range(40):
+    for place in range(2 * len(OFFERED)):
         values = random_values(draw, *OFFERED[place % len(OFFERED)]) | {"cv": draw.choice(["0", "0.2"])}
         opened.run("location.hash = new URLSearchParams(arguments[0])", values)
         opened.settle()
@@ -378,25 +285,3 @@ def test_no_settings_make_the_page_complain(opened):
         assert is_drawn == (kind == "valid" or (kind == "deadlock" and values["sends"] != "backend")), values
         shown.add((kind, is_drawn))
     assert shown == {("valid", True), ("deadlock", True), ("deadlock", False), ("unfit", False)}
-
-
-def test_settings_are_compared_with_others_and_the_link_has_both(opened):
-    """1F1B and ZB-H1 of the same sizes without messages: 7 times 3 against the closed form of ZB-H1."""
-    free = "p=4&m=8&latency=0&speed="
-    opened.run("location.hash = arguments[0]", f"kind=1f1b&{free}")
-    opened.settle()
-    opened.run("document.getElementById('pin').click()")
-    set_field(opened, "kind", "zb_h1")
-    assert text(opened, "pinned-title") == "Compared with 1f1b, p 4, m 8"
-    before, after = (8 + 3) * 3, 8 * 3 + 3
-    assert f"{after} ms\u2212{100 * (before - after) / before:.1f} % against the other" in text(opened, "figures")
-    read = opened.run("return play.readFragment(location.hash)")
-    assert (read["values"]["kind"], read["pinned"]["kind"], read["refused"]) == ("zb_h1", "1f1b", [])
-    assert opened.run("return play.picture.whole") == before * 1_000_000
-    opened.focus("#canvas")
-    opened.press("+")
-    assert opened.run("const {from, to, other} = play.picture; return [other.from - from, other.to - to]") == [0, 0]
-    opened.run("document.getElementById('pin').click()")
-    assert opened.run("return document.getElementById('pinned').hidden")
-    assert "against" not in text(opened, "figures")
-    assert opened.run("return play.readFragment('#pin=m%3D99').refused") == ["pin: m=99"]

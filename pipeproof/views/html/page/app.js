@@ -30,7 +30,7 @@ function recolour() {
 // What stands at a point of the canvas: {k, rank, i} with an op, or {k, rank, text} without one.
 function thingAt(x, y) {
   const row = layout.rows.find((one) => y >= AXIS && y >= one.y - state.y && y < one.y - state.y + one.h);
-  if (!row || row.kind === "title") return null;
+  if (!row) return null;
   const tl = TIMELINES[row.k], place = { k: row.k, rank: row.rank };
   if (x < GUTTER) return { ...place, i: -1, fold: row.kind === "compute", text: rankText(row.k, row.rank) };
   const time = timeAt(x);
@@ -152,8 +152,7 @@ const theme = () => {
 };
 
 const SWITCHES = [["a", "arrows", "All messages"], ["c", "critical", "Critical path"], ["b", "bubbles", "Bubbles"],
-  ["q", "queues", "Queues"], ["n", "numbers", "Numbers by rank"], ["w", "why", "Causes"], ["m", "held", TIMELINES.some((tl) => tl.inBytes) ? "Memory" : "Activations"], ["d", "differences", "Differences"]]
-  .filter(([, name]) => name !== "differences" || TIMELINES.length > 1);
+  ["q", "queues", "Queues"], ["n", "numbers", "Numbers by rank"], ["w", "why", "Causes"], ["m", "held", TIMELINES.some((tl) => tl.inBytes) ? "Memory" : "Activations"]];
 const ACTIONS = [["f", "Fold ranks", foldAll], ["+", "Zoom in", () => zoom(0.7, centre())], ["-", "Zoom out", () => zoom(1 / 0.7, centre())],
   ["0", "Fit", fit], ["t", "Light or dark", theme], ["?", "Keys", () => help.showModal()]];
 const MOVES = [["ArrowLeft", "\u2190", "earlier", () => pan(-0.15)], ["ArrowRight", "\u2192", "later", () => pan(0.15)],
@@ -249,17 +248,11 @@ function showLegend() {
   if (state.held) entries.push(["held", TIMELINES.some((tl) => tl.inBytes) ? "memory held" : "activations held"]);
   if (state.critical) entries.push(["mark", "critical path"]);
   if (state.why) entries.push(["cause", "causes of the selected operation"]);
-  if (state.differences && TIMELINES.length > 1) {
-    const shown = new Set(TIMELINES.slice(1).flatMap((tl) => Array.from(tl.end, (_, i) => differenceOf(tl, i))));
-    entries.push(...[["later", "ends later than above"], ["earlier", "ends earlier"], ["alone", "not above"]]
-      .filter(([name]) => shown.has(name)).map(([name, text]) => [name, text, "outline"]));
-  }
-  document.getElementById("legend").replaceChildren(...entries.map(([name, text, form]) => {
+  document.getElementById("legend").replaceChildren(...entries.map(([name, text]) => {
     const entry = document.createElement("span");
     if (name) {
       const swatch = document.createElement("i");
-      if (form) swatch.style.border = `2px solid var(--${name})`;
-      else swatch.style.background = `var(--${name})`;
+      swatch.style.background = `var(--${name})`;
       entry.append(swatch);
     }
     entry.append(text);
@@ -417,7 +410,7 @@ window.pipeproof = {
   draw,
   timeAt,
   rows: () => layout.rows,
-  gutter: () => [GUTTER, layout.rows.filter((row) => row.kind !== "title").map((row) => {
+  gutter: () => [GUTTER, layout.rows.map((row) => {
     const [text, size, indent] = nameOfRow(row);
     pen.font = fontOf(size);
     return widthOf(text) + indent;

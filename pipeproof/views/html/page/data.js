@@ -69,28 +69,8 @@ const laneOf = (tl, i) => tl.tracks[tl.track[i]][0];
 const rankOf = (tl, i) => tl.lanes[laneOf(tl, i)][0];
 const nameOf = (tl, i) => tl.names[tl.name[i]];
 
-// For each span of `tl` the same op of `base` (rank, step and text, the k-th of its name), or -1.
-function counterparts(base, tl) {
-  const keyed = (timeline, visit) => {
-    const seen = new Map();
-    const places = Array.from({ length: timeline.size }, (_, i) => i);
-    for (const i of places) {
-      const key = `${rankOf(timeline, i)} ${timeline.step[i]} ${nameOf(timeline, i)}`;
-      const nth = seen.get(key) ?? 0;
-      seen.set(key, nth + 1);
-      visit(`${key} ${nth}`, i);
-    }
-  };
-  const known = new Map();
-  keyed(base, (key, i) => known.set(key, i));
-  const found = new Int32Array(tl.size).fill(-1);
-  keyed(tl, (key, i) => { found[i] = known.get(key) ?? -1; });
-  return found;
-}
-
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const TIMELINES = DATA.timelines.map(decoded);
 const CATEGORY = Object.fromEntries(DATA.categories.map((name, at) => [name, at]));
 const BASE = TIMELINES[0];
-for (const tl of TIMELINES.slice(1)) tl.counterpart = counterparts(BASE, tl);
 const MAKESPAN = Math.max(...TIMELINES.map((tl) => tl.makespan), 1e-6);

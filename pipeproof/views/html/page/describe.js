@@ -5,15 +5,6 @@ const KIND_WORDS = {
   wait: "wait", collective: "collective", other: "other",
 };
 
-const signed = (us) => (Math.abs(us) < 1e-9 ? "at the same time" : `${duration(Math.abs(us))} ${us > 0 ? "later" : "earlier"}`);
-
-function titleOf(k) {
-  const tl = TIMELINES[k];
-  const more = tl.makespan - BASE.makespan, sign = more < 0 ? "" : "+";
-  const against = k ? ` (${sign}${duration(more)}, ${sign}${trimmed((100 * more) / BASE.makespan, 2)}%)` : "";
-  return `${duration(tl.makespan)}${against}: ${tl.title} (${tl.clock})`;
-}
-
 function messageText(tl, i) {
   const other = tl.partner[i];
   if (other < 0) return "";
@@ -21,15 +12,6 @@ function messageText(tl, i) {
   const [send, recv] = sent ? [i, other] : [other, i];
   return `${sent ? "to" : "from"} ${nameOf(tl, other)} on rank ${rankOf(tl, other)}: ` +
     `sent at ${duration(tl.start[send])}, arrived at ${duration(tl.end[recv])}`;
-}
-
-function differenceText(tl, i) {
-  if (!tl.counterpart) return "";
-  const other = tl.counterpart[i];
-  if (other < 0) return `not in ${BASE.title}`;
-  const longer = tl.end[i] - tl.start[i] - (BASE.end[other] - BASE.start[other]);
-  const length = Math.abs(longer) < 1e-9 ? "as long" : `${duration(Math.abs(longer))} ${longer > 0 ? "longer" : "shorter"}`;
-  return `against ${BASE.title}: ends ${signed(tl.end[i] - BASE.end[other])}, ${length}`;
 }
 
 function opText(k, i) {
@@ -42,7 +24,6 @@ function opText(k, i) {
     tl.bytes[i] >= 0 ? bytesText(tl.bytes[i]) : "",
     messageText(tl, i),
     tl.critical[i] ? "on the critical path" : "",
-    differenceText(tl, i),
   ].filter(Boolean).join("\n");
 }
 

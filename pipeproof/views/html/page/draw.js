@@ -11,7 +11,7 @@ function readPalette() {
   const style = getComputedStyle(document.documentElement);
   const get = (name) => style.getPropertyValue(`--${name}`).trim();
   palette = Object.fromEntries(["paper", "panel", "lane", "line", "text", "faint", "mark", "select", "held", "message", "warm-up",
-    "cool-down", "from-lower", "from-higher", "in-collective", "held-up", "later", "earlier", "alone", "cause"]
+    "cool-down", "from-lower", "from-higher", "in-collective", "held-up", "cause"]
     .map((name) => [name, get(name)]));
   palette.kinds = DATA.categories.map((name) => [get(name), get(`${name}-pale`)]);
 }
@@ -37,29 +37,6 @@ function shade(category, chunk, numChunks) {
   return shades.get(key);
 }
 
-function lateness(tl, i) {
-  const other = tl.counterpart ? tl.counterpart[i] : -1;
-  return other < 0 ? NaN : tl.end[i] - BASE.end[other];
-}
-
-// The name of an op's difference from its counterpart, which is that of a colour.
-function differenceOf(tl, i) {
-  const late = lateness(tl, i);
-  if (Number.isNaN(late)) return "alone";
-  return Math.abs(late) < 1e-10 * MAKESPAN ? "same" : late > 0 ? "later" : "earlier";
-}
-
-// An op that differs keeps its colour and gets an outline, the thicker the larger the difference.
-function outlineDifference(tl, i, x, y, width, h) {
-  const difference = differenceOf(tl, i);
-  if (difference === "same") return;
-  const share = difference === "alone" ? 1 : Math.min(1, Math.abs(lateness(tl, i)) / (0.1 * MAKESPAN)), line = 1 + 2 * share;
-  pen.fillStyle = pen.strokeStyle = palette[difference];
-  pen.lineWidth = line;
-  if (width < 3 * line || h < 3 * line) pen.fillRect(x, y, width, Math.min(h, line));
-  else pen.strokeRect(x + line / 2, y + line / 2, width - line - 0.5, h - line);
-}
-
 // Waits and collectives stand as a strip at the foot of their lane: their time is shown as a bubble, or is part of an op.
 const isStrip = (tl, i) => tl.category[i] === CATEGORY.wait || tl.category[i] === CATEGORY.collective;
 
@@ -82,7 +59,6 @@ function drawTrack(tl, track, row) {
     pen.fillStyle = fill;
     if (isStrip(tl, shown)) pen.fillRect(x, y + h - 4, width, 4);
     else pen.fillRect(x, y, width > 4 ? width - 0.5 : width, h);
-    if (state.differences && tl.counterpart && !isStrip(tl, shown)) outlineDifference(tl, shown, x, y, width, h);
     const free = tl.covered[shown] ? h / 2 : h;
     if (width > 6 && free >= 11 && !isStrip(tl, shown)) drawLabel(nameOf(tl, shown), x, y, width, free, ink);
     i = next;
@@ -97,14 +73,6 @@ function widthOf(text) {
   const key = `${pen.font} ${text}`;
   if (!widths.has(key)) widths.set(key, pen.measureText(text).width);
   return widths.get(key);
-}
-
-// A text that fits into a width: as it is, or cut, with an ellipsis.
-function fitted(text, width) {
-  if (widthOf(text) <= width) return text;
-  let length = text.length;
-  while (length && pen.measureText(`${text.slice(0, length)}\u2026`).width > width) length--;
-  return length ? `${text.slice(0, length)}\u2026` : "";
 }
 
 // A computation as F0, without its stage, which is that of the row (a paler colour is a later chunk); else as its letter.
@@ -295,7 +263,7 @@ function nameOfRow(row) {
 
 // The width that no name of a row exceeds, of the first thousand rows.
 function gutterWidth() {
-  const names = layout.rows.slice(0, 1000).filter((row) => row.kind !== "title").map(nameOfRow);
+  const names = layout.rows.slice(0, 1000).map(nameOfRow);
   return Math.ceil(Math.max(80, ...names.map(([text, size, indent]) => { pen.font = fontOf(size); return widthOf(text) + indent + 10; })));
 }
 
@@ -308,17 +276,12 @@ function drawGutter() {
     if (y + row.h < AXIS || y > state.height) continue;
     pen.save();
     pen.beginPath();
-    pen.rect(0, Math.max(AXIS, y), row.kind === "title" ? state.width : GUTTER - 4, row.h);
+    pen.rect(0, Math.max(AXIS, y), GUTTER - 4, row.h);
     pen.clip();
-    pen.fillStyle = row.kind === "compute" || row.kind === "title" ? palette.text : palette.faint;
-    if (row.kind === "title") {
-      pen.font = `bold ${fontOf(12)}`;
-      pen.fillText(fitted(titleOf(row.k), state.width - 16), 8, y + 15);
-    } else {
-      const [text, size, indent, base] = nameOfRow(row);
-      pen.font = fontOf(size);
-      pen.fillText(text, indent, y + base);
-    }
+    pen.fillStyle = row.kind === "compute" ? palette.text : palette.faint;
+    const [text, size, indent, base] = nameOfRow(row);
+    pen.font = fontOf(size);
+    pen.fillText(text, indent, y + base);
     pen.restore();
   }
 }
@@ -332,7 +295,7 @@ function draw() {
   pen.fillRect(0, 0, state.width, state.height);
   for (const row of layout.rows) {
     const y = row.y - state.y;
-    if (row.kind === "title" || y + row.h < AXIS || y > state.height) continue;
+    if (y + row.h < AXIS || y > state.height) continue;
     const tl = TIMELINES[row.k];
     pen.fillStyle = palette.lane;
     pen.fillRect(GUTTER, y, plotWidth(), row.h);

@@ -1,12 +1,12 @@
 // What the reader sees of the data: the visible time, the scroll position, what is switched on, and where each row stands.
 
-const OVERVIEW = 12, AXIS = 22 + OVERVIEW, TITLE = 22, COMPUTE = 24, QUEUE = 11, HELD = 28, GAP = 6;
+const OVERVIEW = 12, AXIS = 22 + OVERVIEW, COMPUTE = 24, QUEUE = 11, HELD = 28, GAP = 6;
 // The width of the names of rows: that of the widest, so that none is cut.
 let GUTTER = 132;
 
 const state = {
   t0: 0, t1: MAKESPAN, y: 0, width: 0, height: 0, selected: null, hovered: null, printing: false,
-  arrows: false, critical: false, bubbles: true, held: true, differences: TIMELINES.length > 1,
+  arrows: false, critical: false, bubbles: true, held: true,
   queues: BASE.ranks.length <= 8, numbers: false, why: false, range: null,
   folded: new Set(),
 };
@@ -21,10 +21,7 @@ function rowsOf() {
   const rows = [];
   let y = AXIS;
   TIMELINES.forEach((tl, k) => {
-    if (TIMELINES.length > 1) {
-      rows.push({ kind: "title", k, y, h: TITLE });
-      y += TITLE;
-    } else y += 4;
+    y += 4;
     const lanes = tl.ranks.map(() => []);
     tl.lanes.forEach(([rank, queue], lane) => lanes[rank].push({ lane, queue }));
     tl.ranks.forEach((_, rank) => {

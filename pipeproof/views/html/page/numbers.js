@@ -70,9 +70,8 @@ function figuresOf(k) {
   const busy = tl.ranks.reduce((sum, rank) => sum + rank.busy, 0) / ranks;
   const exposed = spent.reduce((sum, { messages, collectives }) => sum + messages + collectives, 0) / ranks;
   const busiest = tl.peaks.indexOf(Math.max(...tl.peaks));
-  const difference = k ? ` (${tl.makespan < BASE.makespan ? "" : "+"}${trimmed((100 * (tl.makespan - BASE.makespan)) / BASE.makespan, 2)} %)` : "";
   return [
-    ["Makespan", duration(tl.makespan) + difference, tl.clock],
+    ["Makespan", duration(tl.makespan), tl.clock],
     ["Bubble", percent(1 - busy / whole), "time without a computation, mean of the ranks"],
     ["Exposed communication", `${duration(exposed)}, ${percent(exposed / whole)}`, "collectives, and idle time with a message under way; mean of the ranks"],
     [tl.inBytes ? "Peak memory" : "Peak activations", heldAmount(tl, tl.peaks[busiest]), `of ${tl.ranks[busiest].name}`],
@@ -93,10 +92,9 @@ function cells(row, tag, texts) {
 function showFigures() {
   document.getElementById("figures").replaceChildren(...TIMELINES.map((tl, k) => {
     const group = document.createElement("div");
-    if (TIMELINES.length > 1) group.title = tl.title;
     for (const [term, value, note] of figuresOf(k)) {
       const box = document.createElement("div"), name = document.createElement("dt"), amount = document.createElement("dd");
-      name.textContent = term !== "Makespan" ? term : TIMELINES.length > 1 ? `${k + 1}. Makespan` : `Makespan, ${tl.clock}`;
+      name.textContent = term !== "Makespan" ? term : `Makespan, ${tl.clock}`;
       amount.textContent = value;
       box.title = note;
       box.append(name, amount);
