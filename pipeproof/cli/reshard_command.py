@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 
 FILE = ".safetensors"
-_WHOLE = {"dcp": "PyTorch", "unified": "PaddleNLP"}
-"""Formats of directories with whole tensors, and who reads them."""
 _WITH_CONFIG = "huggingface"
 """The first word of conventions whose directories have a configuration with the weights."""
 
@@ -80,14 +78,12 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
         raise click.UsageError("--set is for the plan that resumes: give --to PLAN")
     if options.save_format == "flex" and (options.plan is None or options.out is None):
         raise click.UsageError("--save-format flex is for the state of a plan: give --to PLAN and -o OUT")
-    if options.save_format in _WHOLE:
+    is_unified = options.save_format == "unified"
+    if is_unified:
         if options.out is None or options.plan is not None:
-            message = f"--save-format {options.save_format} writes whole tensors: give -o OUT, and no plan"
-            raise click.UsageError(message)
+            raise click.UsageError("--save-format unified writes whole tensors: give -o OUT, and no plan")
         if options.out.suffix == FILE:
-            raise click.UsageError(
-                f"a checkpoint of {_WHOLE[options.save_format]} is a directory: OUT may not end with {FILE}"
-            )
+            raise click.UsageError(f"a checkpoint of PaddleNLP is a directory: OUT may not end with {FILE}")
     if options.out is None:
         if options.plan is None and options.aoa is None and options.names is None:
             raise click.UsageError("--check needs a target: a plan, --aoa or --names")
@@ -95,10 +91,9 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
             raise click.UsageError("give the plan that resumes: --to PLAN")
         if is_plan(options.source) and options.names is not None:
             raise click.UsageError("SOURCE is a plan, whose states have pipeproof's own names: leave --names out")
-    elif options.save_format not in _WHOLE and (options.plan is None) != (options.out.suffix == FILE):
+    elif not is_unified and (options.plan is None) != (options.out.suffix == FILE):
         if options.plan is None and not (options.names or "").startswith(_WITH_CONFIG):
-            message = f"give the plan that resumes, --to PLAN, or an OUT that ends with {FILE}, or --save-format dcp"
-            raise click.UsageError(message)
+            raise click.UsageError(f"give the plan that resumes, --to PLAN, or an OUT that ends with {FILE}")
         if options.plan is not None:
             raise click.UsageError(f"the state of a plan is a directory: OUT may not end with {FILE}")
 
@@ -120,10 +115,10 @@ _MOST_JOBS = 16
               help="Convention of the tensor names in the one file (huggingface, megatron, paddleformers, ..); with a "
               "plan, of those in SOURCE.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Leave out the optimizer state: training begins at step 0.")
-@click.option("--save-format", type=click.Choice(["pipeproof", "flex", *_WHOLE]), default="pipeproof",
+@click.option("--save-format", type=click.Choice(["pipeproof", "flex", "unified"]), default="pipeproof",
               show_default=True,
-              help="Format of a directory; flex: the state of a plan as Paddle's own checkpoint, with our index; dcp: "
-              "whole tensors as PyTorch's distributed checkpoint; unified: those as PaddleNLP's.")  # fmt: skip
+              help="Format of a directory; flex: the state of a plan as Paddle's own checkpoint, with our index; "
+              "unified: whole tensors as PaddleNLP's.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N",
               help="Number of parallel files, at most 16; by default two per core.")  # fmt: skip
 @format_option()
@@ -222,7 +217,7 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
         sys.exit(128 + error.signum)
     seconds = time.monotonic() - started
     md5 = None
-    if _WHOLE.keys() & {source.kind, options.save_format}:
+    if {"dcp", "unified"} & {source.kind, options.save_format}:
         with showing_progress(f"comparing {options.out} with its source"):
             md5 = _require_same_md5(source, task, options.out)
     try:
@@ -322,16 +317,13 @@ def _task_of(
             return as_flex(task)
         return task
     model = Path(f"model{FILE}")
-    is_directory = options.out is not None and options.out.suffix != FILE and options.save_format not in _WHOLE
+    is_unified = options.save_format == "unified"
+    is_directory = options.out is not None and options.out.suffix != FILE and not is_unified
     if options.names is not None and options.out is not None and not is_directory:
         from pipeproof.state.reshard.meaning_proof import require_no_tables
 
         require_no_tables(options.names, source)
-    if options.save_format == "dcp":
-        from pipeproof.state.reshard.reshard_targets import as_dcp
-
-        return as_dcp(task_for_file(source, model, named, weights_only=weights_only), str(options.out))
-    if options.save_format == "unified":
+    if is_unified:
         from pipeproof.state.flex.flex_output import as_unified, with_optimizer_states
 
         if named is not None and not weights_only:

@@ -18,7 +18,6 @@ from validation.board.accuracy_board import (
     accuracies,
     read_measurements,
 )
-from validation.board.accuracy_picture import board_picture
 from validation.board.measurement import Measurement, Quantity
 
 ROOT = Path(__file__).parents[2]
@@ -45,11 +44,6 @@ def test_errors_of_a_group_by_hand():
     assert accuracy.bias == pytest.approx(-1 / 30)
 
 
-def test_a_group_without_predictions_has_no_errors():
-    (accuracy,) = accuracies([prediction(5, None, reason="none")])
-    assert (accuracy.mape, accuracy.median, accuracy.worst, accuracy.bias) == (None,) * 4
-
-
 def worse(group, stored):
     """Differences that are worse than stored, as text; empty if there are none."""
     if group.count < stored["count"]:
@@ -72,23 +66,8 @@ def test_no_group_is_worse_than_stored(name):
     assert [text for one in groups if (text := worse(one, STORED[one.group, one.quantity]))] == []
 
 
-def test_a_group_that_gets_worse_is_found():
-    (group,) = accuracies([prediction(10, 11)])
-    assert worse(group, {"count": 1, "mape": 0.0995}) == ""
-    assert worse(group, {"count": 1, "mape": 0.08}) == "some, step, s: MAPE 10.00%, stored is 8.00%"
-    assert worse(group, {"count": 2, "mape": 0.2}) == "some: 1 predictions, 2 are stored"
-
-
 def invoke(*arguments):
     return CliRunner().invoke(measurements, [*map(str, arguments)], catch_exceptions=False)
-
-
-def test_command_prints_groups_rows_and_reasons():
-    done = invoke("--only", "dualpipe", "--only", "own", "--rows")
-    assert done.exit_code == 0
-    assert "4 blocks, 64 NVIDIA H800" in done.stdout
-    assert "own runs, 2 H200, memory" in done.stdout
-    assert "own runs, 2 H200, replayed" in done.stdout
 
 
 def test_json_fits_its_schema_and_has_the_errors_of_the_rows():
@@ -110,44 +89,3 @@ def test_plans_picture_and_page_are_written(tmp_path):
     assert load_plan(written[0]).spec.cost.analytic.device == "h200"
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
     assert "### own runs, 2 H200, step: forwards and backwards of a step, s" in page.read_text()
-
-
-def test_a_mark_outside_of_the_axis_is_drawn_at_its_edge():
-    near, far = (board_picture([prediction(1, value)]) for value in (2.5, 250))
-    assert near.count("<rect") == far.count("<rect")
-    assert 'x="728"' in near
-    assert 'x="728"' in far
-
-
-@pytest.mark.parametrize(
-    ("content", "status", "message"),
-    [
-        ("a,b\n1,2\n", 2, "no measurements; give a directory that has some"),
-        ("system,run,gbs,seq,median_s,tp,pp,vpp,cp,mbs,nodes,config\nx\n", 2, "1 cells, and the header has 12"),
-    ],
-)
-def test_bad_files_end_with_status_2(tmp_path, content, status, message):
-    (tmp_path / "rows.csv").write_text(content)
-    done = invoke(tmp_path)
-    assert done.exit_code == status
-    assert message in done.stderr
-
-
-def test_a_file_that_is_no_measurement_is_named(tmp_path):
-    (tmp_path / "other.json").write_text("{}")
-    (tmp_path / "pair.json").write_text((MEASUREMENTS / "deepseek_dualpipe_pair.json").read_text())
-    done = invoke(tmp_path)
-    assert done.exit_code == 0
-    assert "other.json: neither columns nor keys are those of a known set" in done.stderr
-    assert invoke(tmp_path, "--only", "vtrain").exit_code == 2
-
-
-def test_the_option_has_every_set():
-    option = next(option for option in measurements.params if option.name == "sets")
-    assert tuple(option.type.choices) == SETS
-
-
-def test_a_picture_is_svg(tmp_path):
-    done = CliRunner().invoke(measurements, ["--plot", str(tmp_path / "board.png")])
-    assert done.exit_code == 2
-    assert "ends with .svg" in done.output

@@ -25,7 +25,7 @@ TEXTS = {
     ],
     "timeline": [
         *((text, paper) for text in BASIC for paper in ("paper", "panel", "lane")),
-        *((text, "paper") for text in ("mark", "cause", "later", "earlier")),
+        *((text, "paper") for text in ("mark", "cause")),
     ],
     "play": [
         *((text, paper) for text in BASIC for paper in ("paper", "panel", "lane")),

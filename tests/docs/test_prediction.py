@@ -41,43 +41,6 @@ def measured(predicting, **changes):
     return predicting.Measured(**values | changes)
 
 
-def test_schedules_of_whole_stages_have_the_times_of_the_step(predicting):
-    cost = predicting.cost_of(lowered(plan_of("gpipe")), measured(predicting, between_us=3.0))
-    assert cost["forward_us"] == [103, 103]
-    assert cost["backward_input_us"] == [113, 113]
-    assert cost["backward_weight_us"] == [90, 90]
-    assert (cost["p2p_latency_us"], cost["p2p"]) == (7, "backend")
-
-
-def test_a_rank_is_slower_where_its_mean_power_would_be_above_the_limit(predicting):
-    power = predicting.Power(0.8, 1.1)
-    assert [power.factor(busy) for busy in (0.0, 0.8, 0.9, 1 / 1.1)] == [1, 1, 1, 1]
-    assert power.factor(0.95) == pytest.approx(0.95 * 1.1)
-    assert power.factor(1.0) == pytest.approx(1.1)
-    limited = predicting.Power(0.95, 1.1)  # as it was timed, its power was at the limit
-    assert limited.factor(0.95) == 1
-    assert limited.factor(1.0) == pytest.approx(1 / 0.95)
-    assert limited.factor(0.5) == pytest.approx(1 / (0.95 * 1.1))
-
-
-def test_replays_are_faster_than_without_waiting_by_a_straight_line(predicting):
-    power = predicting.Power(0.8, 1.1).from_full()
-    assert power.factor(1.0) == 1
-    assert power.factor(0.9) == pytest.approx(1.05 / 1.1)
-    assert power.factor(0.8) == pytest.approx(1 / 1.1)
-    assert predicting.Power(1.0, 1.1).from_full().factor(0.5) == 1
-
-
-def test_times_with_power_are_those_of_how_busy_the_schedule_makes_each_rank(predicting):
-    data, power = plan_of("gpipe"), predicting.Power(0.5, 1.8)
-    cost = predicting.given_cost([STAGE, {**STAGE, "F": 10.0}], 0.0)
-    times, simulation = predicting.with_power(lowered(data), data, cost, power)
-    step_us, _, lengths = predicting.predicted_starts(simulation, times)
-    busy = [sum(us for (rank, _), us in lengths.items() if rank == one) / step_us for one in range(2)]
-    assert times["forward_us"] == pytest.approx([100 * power.factor(busy[0]), 10 * power.factor(busy[1])], rel=0.01)
-    assert busy[0] > busy[1]
-
-
 @pytest.mark.parametrize(("kind", "owners"), [("interleaved", [0, 1, 0, 1]), ("zb_v", [0, 1, 1, 0])], ids=["loop", "v"])
 def test_chunks_have_what_they_took_alone_times_what_their_rank_was_slower_in_the_step(predicting, kind, owners):
     twice = {part: 2 * time for part, time in STAGE.items()}  # rank 1 is half as fast in the step

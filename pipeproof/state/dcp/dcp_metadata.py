@@ -23,7 +23,6 @@ from pipeproof.state.flex.pickles import (
     GlobalName,
     PickledObject,
     UnreadablePickleError,
-    to_pickle,
     unpickled,
     whole_numbers,
 )
@@ -63,12 +62,11 @@ DTYPES = frozenset(
         "float8_e5m2",
     }
 )
-"""Types of tensors that are read and written, under PyTorch's names, which are also pipeproof's."""
+"""Types of tensors that are read, under PyTorch's names, which are also pipeproof's."""
 _ANY_DTYPE = re.compile(r"bool|(bfloat|float|u?int|complex|quint|qint)\d+\w*")
 """Names of PyTorch's types; one that is not supported is refused later, with the name of the tensor."""
 _FIX = "save the checkpoint again, or copy it again from where it was saved"
 _FIX_FOREIGN = "PyTorch executes what a pickle names: do not load this file, and check its origin"
-CURRENT_VERSION = "1.0.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,43 +221,3 @@ def _text(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is no name")
     return name
-
-
-def metadata_of(tensors: Mapping[str, DcpTensor]) -> bytes:
-    """Return a metadata file that lists ``tensors``, as PyTorch reads it."""
-    described, stored = dict[str, PickledObject](), dict[PickledObject, PickledObject]()
-    for name, tensor in tensors.items():
-        chunks = []
-        for number, chunk in enumerate(tensor.chunks):
-            offsets = _size(chunk.offsets)
-            chunks.append(_instance("ChunkStorageMetadata", {"offsets": offsets, "sizes": _size(chunk.extents)}))
-            index = _instance("MetadataIndex", {"fqn": name, "index": number, "offset": offsets})
-            place = {"relative_path": chunk.file, "offset": chunk.start, "length": chunk.length}
-            stored[index] = PickledObject(_INFO, (), place)
-        fields = {"properties": _properties(tensor.dtype), "size": _size(tensor.shape), "chunks": chunks}
-        described[name] = _instance("TensorStorageMetadata", fields)
-    tables = {
-        "state_dict_metadata": described,
-        "planner_data": {name: (name,) for name in tensors},
-        "storage_data": stored,
-        "storage_meta": _instance(
-            "StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
-        ),
-        "version": CURRENT_VERSION,
-    }
-    return to_pickle(_instance("Metadata", tables))
-
-
-def _instance(name: str, fields: Any) -> PickledObject:
-    return PickledObject(GlobalName(_MODULE, name), (), fields)
-
-
-def _properties(dtype: str) -> PickledObject:
-    """Return a ``TensorProperties``: type, layout, requires_grad, memory format, pinned memory."""
-    layout = PickledObject(_LAYOUT, ("torch.strided",))
-    memory_format = PickledObject(GlobalName(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    return _instance("TensorProperties", (GlobalName("torch", dtype), layout, False, memory_format, False))
-
-
-def _size(numbers: tuple[int, ...]) -> PickledObject:
-    return PickledObject(_SIZE, (numbers,))

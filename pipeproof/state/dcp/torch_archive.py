@@ -1,8 +1,7 @@
-"""The archive of one tensor, as ``torch.save`` writes it: located in a file, and written around a stream of elements.
+"""The archive of one tensor, as ``torch.save`` writes it: located in a file.
 
 It is a zip archive without compression. ``archive/data.pkl`` is a pickle that calls ``_rebuild_tensor_v2`` with type,
-offset, shape and strides; ``archive/data/0`` has the elements. The CRC of
-an entry may follow its content (a data descriptor), so that an archive is written from front to back.
+offset, shape and strides; ``archive/data/0`` has the elements.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from pipeproof.foreign_text import MALFORMED
 from pipeproof.specs.axis_layout import dtype_bytes
@@ -36,7 +34,6 @@ _STORAGES = {
     "BoolStorage": "bool",
 }
 """Type of the elements by class of the storage; newer types have an untyped storage, and are an argument."""
-_STORAGE_OF = {dtype: storage for storage, dtype in _STORAGES.items()}
 _REBUILD = {
     GlobalName("torch._utils", "_rebuild_tensor_v2"): False,
     GlobalName("torch._utils", "_rebuild_tensor_v3"): True,
@@ -157,114 +154,3 @@ def _tensor_of(call: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ..
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-_ZIP64 = 0xFFFFFFFF
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_STREAMED = 0x08
-"""Flag of an entry whose CRC follows its content."""
-
-
-class _Entry(NamedTuple):
-    """An entry of an archive; ``offset`` is the byte where its header begins."""
-
-    name: str
-    offset: int
-    crc: int
-    size: int
-    flags: int = 0
-
-    @property
-    def _path(self) -> bytes:
-        return f"archive/{self.name}".encode()
-
-    @property
-    def _is_large(self) -> bool:
-        return self.size >= _ZIP64
-
-    def local(self) -> bytes:
-        """Return the header before the content."""
-        size = 0 if self.flags else self.size
-        extra = struct.pack("<2H2Q", 1, 16, size, size) if self._is_large else b""
-        crc, sizes = (0 if self.flags else self.crc), [_ZIP64 if self._is_large else size] * 2
-        fields = (45 if self._is_large else 20, self.flags, 0, 0, _DATE, crc, *sizes, len(self._path), len(extra))
-        return _LOCAL.pack(b"PK\x03\x04", *fields) + self._path + extra
-
-    def central(self) -> bytes:
-        """Return the entry of the archive's directory."""
-        extra = struct.pack("<2H2Q", 1, 16, self.size, self.size) if self._is_large else b""
-        version, sizes = (45 if self._is_large else 20), [_ZIP64 if self._is_large else self.size] * 2
-        fields = (version, version, self.flags, 0, 0, _DATE, self.crc, *sizes, len(self._path), len(extra))
-        return _CENTRAL.pack(b"PK\x01\x02", *fields, 0, 0, 0, 0, self.offset) + self._path + extra
-
-
-_DATE = 0x21
-"""1 January 1980, so that two saves of the same tensors have the same bytes."""
-
-
-def archive_length(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of the archive of a tensor."""
-    num_bytes = prod(shape) * dtype_bytes(dtype)
-    return len(archive_start(dtype, shape)) + num_bytes + len(archive_end(dtype, shape, 0))
-
-
-def archive_start(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return an archive up to its tensor's elements."""
-    return _start(dtype, shape)[0]
-
-
-def archive_end(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
-    """Return an archive from the end of its tensor's elements on; ``crc`` is the CRC-32 of these."""
-    start, entries = _start(dtype, shape)
-    data = entries[-1]
-    descriptor = struct.pack("<4sI2Q" if data.size >= _ZIP64 else "<4s3I", b"PK\x07\x08", crc, data.size, data.size)
-    position = len(start) + data.size + len(descriptor)
-    directory = b"".join(entry.central() for entry in [*entries[:-1], data._replace(crc=crc)])
-    end = b""
-    num, size = len(entries), len(directory)
-    if position >= _ZIP64:
-        end = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, num, num, size, position)
-        end += struct.pack("<4sIQI", b"PK\x06\x07", 0, position + size, 1)
-    end += struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, num, num, size, min(position, _ZIP64), 0)
-    return descriptor + directory + end
-
-
-def _start(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[_Entry]]:
-    """Return an archive up to the elements, and all its entries, that of the elements last."""
-    content, entries = bytearray(), list[_Entry]()
-    for name, text in (("data.pkl", _pickle_of(dtype, shape)), ("byteorder", b"little"), ("version", b"3\n")):
-        entries.append(_Entry(name, len(content), zlib.crc32(text), len(text)))
-        content += entries[-1].local() + text
-    entries.append(_Entry("data/0", len(content), 0, prod(shape) * dtype_bytes(dtype), _STREAMED))
-    content += entries[-1].local()
-    return bytes(content), entries
-
-
-def _pickle_of(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the call that makes a contiguous tensor of the storage ``0``, in protocol 2."""
-    storage = _STORAGE_OF.get(dtype)
-    function, storage_class = (
-        ("_rebuild_tensor_v3", "torch.storage\nUntypedStorage")
-        if storage is None
-        else ("_rebuild_tensor_v2", f"torch\n{storage}")
-    )
-    size = prod(shape) * (dtype_bytes(dtype) if storage is None else 1)
-    head = f"\x80\x02ctorch._utils\n{function}\n((".encode("latin-1")
-    storage_text = _text("storage") + f"c{storage_class}\n".encode() + _text("0") + _text("cpu") + _number(size) + b"tQ"
-    numbers = _number(0) + _tuple(shape) + _tuple(c_strides(shape))
-    tail = f"ctorch\n{dtype}\n".encode() if storage is None else b""
-    return head + storage_text + numbers + b"\x89ccollections\nOrderedDict\n)R" + tail + b"tR."
-
-
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
-
-
-def _number(number: int) -> bytes:
-    if number < 2**31:
-        return b"J" + struct.pack("<i", number)
-    return b"\x8a\x08" + struct.pack("<q", number)
-
-
-def _tuple(numbers: Sequence[int]) -> bytes:
-    return b"(" + b"".join(map(_number, numbers)) + b"t"

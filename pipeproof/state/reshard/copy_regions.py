@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from threading import Event, Lock
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.byte_ranges import Bits, RangeReader, bits_dtype, cast, require_sha256, write_all
 from pipeproof.state.checkpoint import Checkpoint, CheckpointReader
-from pipeproof.state.dcp.torch_archive import archive_end, archive_length, archive_start
 from pipeproof.state.regions import NO_DIM, Region, flat_regions
 from pipeproof.state.reshard.reshard_codes import writing
-from pipeproof.state.safetensors_header import Header, StoredArray, make_header
+from pipeproof.state.safetensors_header import Header, make_header
 from pipeproof.state.state_index import Shard, ShardFile, TensorEntry
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, copies_into, inverse_permutation
 from pipeproof.system_calls import forget_cached
@@ -102,28 +100,15 @@ class TargetFiles:
     """Metadata of each file's header."""
     keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """By tensor its key in the files, as in Paddle's; else its name. Paddle's scalars have one dim."""
-    container: Literal["safetensors", "dcp"] = "safetensors"
-    """Format of the files: safetensors, or PyTorch's archives, one after the other, each of one tensor."""
 
     def header_of(self, file: str) -> tuple[bytes, Header]:
-        """Return the first bytes of a file, and its header; of PyTorch's archives the first bytes are none."""
+        """Return the first bytes of a file, and its header."""
         shards = self.files[file]
-        if self.container == "dcp":
-            return b"", self._header_of_archives(shards)
         number = (1,) if self.keys else ()
         arrays = {
             self.key_of(shard.tensor): (self.tensors[shard.tensor].dtype, shard.shape or number) for shard in shards
         }
         return make_header(arrays, self.metadata)
-
-    def _header_of_archives(self, shards: Iterable[Shard]) -> Header:
-        position, arrays = 0, {}
-        for shard in shards:
-            dtype = self.tensors[shard.tensor].dtype
-            start = position + len(archive_start(dtype, shard.shape))
-            arrays[shard.tensor] = StoredArray(dtype, shard.shape, start)
-            position += archive_length(dtype, shard.shape)
-        return Header(arrays, {}, position)
 
     def key_of(self, tensor: str) -> str:
         """Return the key of a tensor in the files."""
@@ -131,9 +116,7 @@ class TargetFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all elements; of PyTorch's archives, of the whole files."""
-        if self.container == "dcp":
-            return sum(self.header_of(file)[1].size_bytes for file in self.files)
+        """Bytes of all elements."""
         return sum(
             prod(shard.shape) * dtype_bytes(self.tensors[shard.tensor].dtype)
             for shards in self.files.values()
@@ -277,32 +260,21 @@ class _TargetWriter:
     def count_finished(self, file: ShardFile) -> None:
         """Count a file that an earlier call finished."""
         header = self._target.header_of(file.name)[1]
-        is_archive = self._target.container == "dcp"
-        self._add_progress(
-            header.size_bytes if is_archive else sum(array.num_bytes for array in header.arrays.values())
-        )
+        self._add_progress(sum(array.num_bytes for array in header.arrays.values()))
 
     def _blocks(self, name: str, header: Header) -> Iterator[Bits]:
         """Yield a file behind its first bytes, in its order; each block of elements overwrites the one before."""
-        is_archive = self._target.container == "dcp"
         buffer = np.empty(self._block_bytes, np.uint8)
         shards = {self._target.key_of(shard.tensor): shard for shard in self._target.files[name]}
         with RangeReader(_FIX, self._block_bytes) as reader:
             for key, array in header.arrays.items():
                 shard, dtype = shards[key], bits_dtype(array.dtype)
                 begin, end = shard.flat or (0, prod(shard.extents))
-                if is_archive:
-                    yield np.frombuffer(archive_start(array.dtype, array.shape), np.uint8)
-                crc = 0
                 step = buffer.nbytes // dtype.itemsize
                 for element in range(begin, end, step):
                     block = buffer[: (min(element + step, end) - element) * dtype.itemsize].view(dtype)
                     self._source.fill(reader, block, self._map.tensors[shard.tensor], shard, element)
-                    if is_archive:
-                        crc = zlib.crc32(block.data, crc)
                     yield block
-                if is_archive:
-                    yield np.frombuffer(archive_end(array.dtype, array.shape, crc), np.uint8)
 
     def _add_progress(self, num_bytes: int) -> None:
         with self._lock:

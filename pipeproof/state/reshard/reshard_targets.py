@@ -16,15 +16,13 @@ from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.checkpoint import Checkpoint
-from pipeproof.state.dcp.dcp_metadata import DTYPES, METADATA_FILE, DcpChunk, DcpTensor, metadata_of
-from pipeproof.state.dcp.torch_archive import archive_length
 from pipeproof.state.region_text import weight_name
 from pipeproof.state.regions import Region, whole_region
 from pipeproof.state.reshard.copy_regions import TargetFiles
 from pipeproof.state.reshard.reshard_codes import NOT_CONVERTIBLE, SHAPE_MISMATCH, RefusedError
 from pipeproof.state.reshard.shard_layout import ShardLayout, layout_of_files
 from pipeproof.state.resume_check import data_done, data_note, require_same_training
-from pipeproof.state.state_codes import DcpError, StateError
+from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, StateIndex, TensorEntry
 from pipeproof.state.state_layout import files_of, whole_state
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, identity_map, identity_tensor
@@ -261,44 +259,6 @@ def _padded(name: str, entry: TensorEntry, dim: int, model: ModelSpec) -> Tensor
 
 _FILE_BYTES = 2**32
 """A file is full with so many bytes of tensors: several are written at a time."""
-
-
-def as_dcp(task: ReshardTask, name: str, file_bytes: int = _FILE_BYTES) -> ReshardTask:
-    """Return a task for one file of whole tensors as one for a directory of DCP, which is called ``name``.
-
-    Raises:
-        DcpError: A tensor has a type that PyTorch's files do not have.
-    """
-    entries = task.target.tensors
-    unknown = next((name for name, entry in sorted(entries.items()) if entry.dtype not in DTYPES), None)
-    if unknown is not None:
-        raise DcpError(f"{unknown} has the type {entries[unknown].dtype}, which is not supported", "convert it first")
-    shards = sorted((shard for held in task.target.files.values() for shard in held), key=lambda shard: shard.tensor)
-    parts = files_of_whole(shards, entries, file_bytes)
-    files = {f"__0_{number}.distcp": held for number, held in enumerate(parts)}
-    tensors = dict[str, DcpTensor]()
-    for file, held in files.items():
-        position = 0
-        for shard in held:
-            entry = entries[shard.tensor]
-            length = archive_length(entry.dtype, shard.shape)
-            chunk = DcpChunk(shard.offsets, shard.extents, file, position, length)
-            tensors[shard.tensor] = DcpTensor(entry.dtype, entry.shape, (chunk,))
-            position += length
-    return replace(
-        task,
-        target=replace(
-            task.target,
-            files=files,
-            ranks=dict.fromkeys(files, 0),
-            metadata=MappingProxyType({}),
-            container="dcp",
-        ),
-        target_layout=layout_of_files(name, entries, files, {}),
-        provenance=None,
-        one_file=None,
-        extra_files=MappingProxyType({**task.extra_files, METADATA_FILE: metadata_of(tensors)}),
-    )
 
 
 def files_of_whole(
