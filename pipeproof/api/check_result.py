@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import Any
 
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given
@@ -17,8 +16,6 @@ _WIDTH = 110
 
 class CheckResult(Report, Result):
     """Result of ``check``: a report, with the tables ``findings`` and ``in_flight``."""
-
-    _columns = MappingProxyType({"findings": ("code", "severity", "message", "file", "line", "help")})
 
     def __repr__(self) -> str:
         """Return the verdict with the numbers of findings."""

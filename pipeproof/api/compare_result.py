@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pipeproof.analysis.compare.compare_text import comparison_data, render_comparison
-from pipeproof.analysis.compare.compare_timelines import Comparison, KindErrors, compare_timelines
+from pipeproof.analysis.compare.compare_timelines import Comparison, compare_timelines
 from pipeproof.analysis.compare.timeline_files import TimelineFile, read_timeline, simulated_plan, with_common_layers
 from pipeproof.api.given_plan import GivenPlan, load_given
 from pipeproof.api.result import Records, Result, html_text, printed
@@ -21,13 +19,6 @@ _WIDTH = 120
 
 class CompareResult(Result):
     """Result of ``compare``: differences are B - A in microseconds, with the tables ``steps``, ``kinds``, ``worst``."""
-
-    _columns = MappingProxyType(
-        {
-            "kinds": tuple(field.name for field in fields(KindErrors)),
-            "worst": ("rank", "op", "step_a", "step_b", "duration_a", "duration_b", "error", "start_error"),
-        }
-    )
 
     def __init__(self, comparison: Comparison, note: str) -> None:
         self.comparison, self.note = comparison, note

@@ -9,14 +9,9 @@ from enum import Enum
 from fractions import Fraction
 from html import escape
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from pipeproof.atomic_write import write_output
-from pipeproof.diagnostics.install_command import install_package
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Records = list[dict[str, Any]]
 
@@ -33,13 +28,10 @@ _EXACT = "_exact"
 class Result:
     """A result of a function of ``pipeproof``.
 
-    ``to_dict`` has all of it; ``to_records`` and ``to_pandas`` one of its ``tables`` (the first without a name).
-    Numbers are floats, or with ``exact`` the fractions that were computed. ``save`` writes a page (``.html``), JSON or
-    a table (``.csv``). In a notebook, the last expression of a cell shows the result.
+    ``to_dict`` has all of it; ``to_records`` one of its ``tables`` (the first without a name). Numbers are floats, or
+    with ``exact`` the fractions that were computed. ``save`` writes a page (``.html``) or JSON. In a notebook, the last
+    expression of a cell shows the result.
     """
-
-    _columns: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
-    """Columns of tables that may be empty; an empty data frame or ``.csv`` has them too."""
 
     def _dict(self) -> dict[str, Any]:
         """All of the result; exact numbers are fractions, or have a text under a key that ends with ``_exact``."""
@@ -69,23 +61,12 @@ class Result:
         Raises:
             ValueError: there is no such table.
         """
-        return self._table(table, exact=exact)[0]
-
-    def to_pandas(self, table: str | None = None) -> pd.DataFrame:
-        """Return a table as a data frame of pandas.
-
-        Raises:
-            ImportError: pandas is not installed.
-            ValueError: there is no such table.
-        """
-        records, columns = self._table(table)
-        try:
-            import pandas as pd
-        except ImportError as error:
-            fix = install_package("pandas")
-            message = f"to_pandas needs pandas ({fix}); to_records returns the same rows as dicts"
-            raise ImportError(message) from error
-        return pd.DataFrame.from_records(records, columns=columns)
+        tables = self._tables()
+        name = next(iter(tables)) if table is None else table
+        if name not in tables:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(tables)}")
+        rows: Records = plain_data(tables[name], exact=exact)
+        return rows
 
     def to_html(self) -> str:
         """Return the result as one page, which loads nothing from elsewhere."""
@@ -95,7 +76,7 @@ class Result:
         return f"<!DOCTYPE html>\n<html><head>{head}</head><body>\n{body}\n</body></html>\n"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the result, and return the path: a page (``.html``), JSON, or the main table as ``.csv``.
+        """Write the result, and return the path: a page (``.html``) or JSON.
 
         Raises:
             OSError: the file cannot be written.
@@ -107,20 +88,9 @@ class Result:
                 write_output(target, self.to_html())
             case ".json":
                 write_output(target, json.dumps(self.to_dict(), indent=2) + "\n")
-            case ".csv":
-                write_output(target, _csv(*self._table(None)))
             case _:
-                raise ValueError(f"{str(path)!r} has another ending than .html, .json or .csv")
+                raise ValueError(f"{str(path)!r} has another ending than .html or .json")
         return target
-
-    def _table(self, table: str | None, *, exact: bool = False) -> tuple[Records, list[str]]:
-        """The rows and the columns of a table."""
-        tables = self._tables()
-        name = next(iter(tables)) if table is None else table
-        if name not in tables:
-            raise ValueError(f"there is no table {name!r}; there are {', '.join(tables)}")
-        rows: Records = plain_data(tables[name], exact=exact)
-        return rows, list(dict.fromkeys(key for row in rows for key in row)) or list(self._columns.get(name, ()))
 
     def _repr_html_(self) -> str:
         """Return the form in a notebook."""
@@ -195,16 +165,3 @@ def _cell(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_cell, value))
     return str(value)
-
-
-def _csv(records: Records, columns: list[str]) -> str:
-    import csv
-    from io import StringIO
-
-    from pipeproof.views.tables import no_formula
-
-    text = StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: no_formula(value) for key, value in row.items()} for row in records)
-    return text.getvalue()

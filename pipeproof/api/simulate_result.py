@@ -120,7 +120,7 @@ class SimulateResult(Simulation, Result):
         return timeline_html(title, self.timeline, self.plan.graph, curve)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the timeline as ``.html`` or ``.svg``, figures as ``.json``, ranks as ``.csv``.
+        """Write the timeline as ``.html`` or ``.svg``, figures as ``.json``.
 
         Raises:
             OSError: the file cannot be written.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, fields
-from types import MappingProxyType
+from dataclasses import asdict
 from typing import Any
 
 from pipeproof.analysis.tune.frameworks import model_of_plan
-from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.analysis.tune.search_layouts import TuneError
 from pipeproof.analysis.tune.search_layouts import tune as find_layouts
 from pipeproof.analysis.tune.tune_result import TuneResult as Tuned
@@ -23,10 +21,6 @@ _FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "peak_gib", "why")
 
 class TuneResult(Result):
     """Result of ``tune``: the search ``tuned``, with the table ``layouts``, the fastest first; times in seconds."""
-
-    _columns = MappingProxyType(
-        {"layouts": ("rank", *(field.name for field in fields(Layout)), "step_s", *_FIGURES)},
-    )
 
     def __init__(self, tuned: Tuned, name: str) -> None:
         self.tuned, self.name = tuned, name

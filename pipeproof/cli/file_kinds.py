@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 import click
 
@@ -76,27 +75,11 @@ def _imported(noun: str, importer: str, fits: Callable[[Given], bool]) -> FileKi
     return FileKind(noun, commands, fits, importer)
 
 
-RESULTS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "check": frozenset({"certified", "findings"}),
-        "compare": frozenset({"only_a", "only_b", "first_divergence"}),
-        "doctor": frozenset({"backend", "not_measured", "rows"}),
-        "rehearse --report": frozenset({"passed", "elements", "faults"}),
-        "schedule list": frozenset({"schedules"}),
-        "schedule show": frozenset({"num_sequence_splits", "verdict", "ranks"}),
-        "simulate": frozenset({"makespan", "send_completes", "engine"}),
-        "state align": frozenset({"unpaired_losses", "routers"}),
-        "state reshard": frozenset({"proved", "num_tensors", "num_parts"}),
-        "sweep": frozenset({"keys", "num_points", "points"}),
-        "tune": frozenset({"num_gpus", "rows", "counts"}),
-    }
-)
-"""Commands with a JSON result that no command reads, and keys by which it is known."""
-
-
-def _result(command: str) -> FileKind:
-    words = command if "--" in command else f"{command} --format json"
-    return FileKind(f"a result of `{words}`, for other programs", (), lambda g: RESULTS[command] <= g.keys)
+_RESULT = frozenset(
+    {"findings", "send_completes", "num_sequence_splits", "only_a", "num_points", "num_gpus", "unpaired_losses",
+     "num_parts", "not_measured", "faults"}
+)  # fmt: skip
+"""Keys of the JSON that commands write for other programs; ``log_matches_graph`` is that of a run's report."""
 
 
 PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof" in g.keys)
@@ -133,7 +116,8 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: bool(_LINE_OF_RECORD.search(g.text))),
     FileKind("the times of a rehearsal, which a plan names as `cost: {profile: FILE}`", (),
              lambda g: {"rehearsal", "edges"} <= g.keys),
-    *map(_result, RESULTS),
+    FileKind("a result of `--format json` or `rehearse --report`, for other programs", (),
+             lambda g: bool(g.keys & _RESULT) and "log_matches_graph" not in g.keys),
     FileKind("a measured profile, which a plan names as `cost: {profile: FILE}`", (),
              lambda g: "profile" in g.keys and "stages" in g.keys and "model" not in g.keys),
     FileKind("a report of a run", ("compare PLAN FILE",), lambda g: {"log_matches_graph", "timeline"} <= g.keys),

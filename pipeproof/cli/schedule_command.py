@@ -26,12 +26,11 @@ def schedule() -> None:
 
 
 @schedule.command("list")
-@format_option()
-def list_kinds(form: str) -> None:
+def list_kinds() -> None:
     """List every kind of schedule, with the sizes for which it exists."""
     from pipeproof.cli.schedule_list import show_kinds
 
-    show_kinds(form)
+    show_kinds()
 
 
 @schedule.command("show")

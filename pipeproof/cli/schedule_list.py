@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-import click
 from rich.text import Text
 
 from pipeproof.cli.console import console_for, echo
@@ -19,16 +15,7 @@ _SAMPLE_RANKS, _SAMPLE_MICRO_BATCHES = 4, 8
 """Sizes for which every kind exists: facts of a schedule are read from such a sample."""
 
 
-def show_kinds(form: str) -> None:
-    """Print all kinds as a table for people, or as JSON."""
-    if form == "json":
-        content = {"schedules": [_to_json(kind) for kind in SCHEDULE_KINDS.values()]}
-        click.echo(json.dumps(content, indent=2))
-    else:
-        _render()
-
-
-def _render() -> None:
+def show_kinds() -> None:
     """Print one line of facts for each kind, one for each further variant, and the title below."""
     cells: list[list[str]] = []
     titles = [""]
@@ -94,23 +81,3 @@ def _backward_kinds(schedule: Schedule) -> list[str]:
 
 def _overlaps(schedule: Schedule) -> bool:
     return any(schedule.pairs)
-
-
-def _to_json(kind: ScheduleKind) -> dict[str, Any]:
-    """The form of ``--format json``; see ``docs/schemas/schedule_list.schema.json``."""
-    sample = _sample(kind)
-    return {
-        "name": kind.name,
-        "title": kind.title,
-        "source": kind.source,
-        "min_chunks": kind.min_chunks,
-        "max_chunks": kind.max_chunks,
-        "placement": kind.placement.value,
-        "backwards": _backward_kinds(sample),
-        "overlaps": _overlaps(sample),
-        "splits_sequences": kind.splits_sequences,
-        "variants": list(kind.variants),
-        "sizes": [
-            {"variant": variant, "condition": sizes_of(kind.name, variant)} for variant in kind.variants or [None]
-        ],
-    }

@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 @click.argument("plan", metavar="PLAN", type=PLACE)
 @plan_options(device=True)
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
-@click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
-              help="Figure to sort by: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
-@click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
+@click.option("--sort", type=click.Choice(["makespan", "sequence", "idle", "most_idle", "peak"]), default="makespan",
+              show_default=True, help="Figure to sort by; sequence is the time per sequence.")  # fmt: skip
 @click.option("--top", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Rows of the table.")
-@format_option("csv")
+@format_option()
 def sweep(
-    plan: Path, source: PlanSource, workers: int | None, sort: str, columns: str | None, top: int,
-    form: Literal["text", "json", "csv"],
+    plan: Path, source: PlanSource, workers: int | None, sort: str, top: int, form: Literal["text", "json"],
 ) -> None:  # fmt: skip
     """Check and simulate a plan with many values for some of its keys, and list the best.
 
@@ -44,10 +42,14 @@ def sweep(
     """
     with refusing_bad_plans("text", plan):
         points = _points(plan, source)
-    shown = _columns(points, columns, sort)
     results = _results(points, workers)
     with refusing_bad_plans("text", plan):
-        _show(points, results, form, shown, sort, top)
+        from pipeproof.analysis.sweep.results_table import render_table, sweep_to_json
+
+        if form == "json":
+            click.echo(json.dumps(sweep_to_json(points, results), indent=2))
+        else:
+            render_table(points, results, console_for(), sort=sort, top=top)
     sys.exit(ExitStatus.WORKER_FAILED if any(result.status == "failed" for result in results) else ExitStatus.OK)
 
 
@@ -62,26 +64,6 @@ def _points(plan: Path, source: PlanSource) -> Sweep:
     others = {key: value for key, value in source.settings.items() if not isinstance(value, list)}
     loaded = replace(source, settings=others).load(plan)
     return sweep_of_plan(loaded.spec.model_dump(mode="json", exclude_unset=True), str(plan), values)
-
-
-def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
-    """Return the columns of the table."""
-    from pipeproof.analysis.sweep.results_table import DEFAULT_FIGURES, FIGURES
-    from pipeproof.diagnostics.problems import nearest_name
-
-    def require(name: str, known: tuple[str, ...], option: str) -> None:
-        if name not in known:
-            near = nearest_name(name, known)
-            fix = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
-            raise click.BadParameter(f"no column {name!r}; {fix}", param_hint=option)
-
-    require(sort, tuple(FIGURES), "--sort")
-    if columns is None:
-        return [*sweep.keys, *dict.fromkeys((sort, *DEFAULT_FIGURES))]
-    names = [name.strip() for name in columns.split(",")]
-    for name in names:
-        require(name, (*sweep.keys, *FIGURES), "--columns")
-    return names
 
 
 def _results(sweep: Sweep, workers: int | None) -> tuple[PointResult, ...]:
@@ -101,18 +83,3 @@ def _results(sweep: Sweep, workers: int | None) -> tuple[PointResult, ...]:
     except KeyboardInterrupt:
         echo("interrupted", err=True)
         sys.exit(ExitStatus.INTERRUPTED)
-
-
-def _show(
-    sweep: Sweep, results: tuple[PointResult, ...], form: Literal["text", "json", "csv"],
-    columns: list[str], sort: str, top: int,
-) -> None:  # fmt: skip
-    from pipeproof.analysis.sweep.results_table import render_table, sweep_to_csv, sweep_to_json
-
-    match form:
-        case "text":
-            render_table(sweep, results, console_for(), columns=columns, sort=sort, top=top)
-        case "json":
-            click.echo(json.dumps(sweep_to_json(sweep, results), indent=2))
-        case "csv":
-            click.echo(sweep_to_csv(sweep, results), nl=False)

@@ -1,8 +1,6 @@
 """Results of the functions of ``pipeproof``: what they take, numbers, records, files, and notebooks."""
 
-import csv
 import json
-import sys
 from fractions import Fraction
 from html.parser import HTMLParser
 
@@ -148,7 +146,7 @@ def test_exact_numbers_are_those_that_were_computed():
     assert step.to_records("ops")[0]["end_us"] == float(first["end_us"])
 
 
-@pytest.mark.parametrize("ending", [".html", ".json", ".csv"])
+@pytest.mark.parametrize("ending", [".html", ".json"])
 def test_files(result, ending, tmp_path):
     text = result.save(tmp_path / f"result{ending}").read_text(encoding="utf-8")
     match ending:
@@ -156,21 +154,13 @@ def test_files(result, ending, tmp_path):
             assert text.startswith("<!DOCTYPE html>")
         case ".json":
             assert json.loads(text) == json.loads(json.dumps(result.to_dict()))
-        case ".csv":
-            assert len(list(csv.DictReader(text.splitlines()))) == len(result.to_records())
 
 
 def test_another_file_or_table_is_refused(result, tmp_path):
-    with pytest.raises(ValueError, match=r"another ending than \.html, \.json or \.csv"):
+    with pytest.raises(ValueError, match=r"another ending than \.html or \.json"):
         result.save(tmp_path / "result.xlsx")
     with pytest.raises(ValueError, match=f"there are {result.tables[0]}"):
         result.to_records("nonsense")
-
-
-def test_an_empty_table_has_the_columns_of_one_with_rows(result):
-    for table, columns in type(result)._columns.items():
-        rows = result.to_records(table)
-        assert not rows or list(rows[0]) == list(columns)
 
 
 def test_the_figures_are_those_of_the_commands(path):
@@ -201,28 +191,6 @@ def test_a_large_timeline_is_a_sentence_and_the_page_is_a_file(monkeypatch):
     assert "<img" in pp.simulate(plan_dict())._repr_html_()
     monkeypatch.setattr(simulate_result, "MOST_OPS", 3)
     assert "too large for a picture here" in pp.simulate(plan_dict())._repr_html_()
-
-
-def test_data_frames(monkeypatch):
-    """A stand-in for pandas: it is an optional package, and this is all that is asked of it."""
-
-    class Frame:
-        def __init__(self, records, columns):
-            self.records, self.columns = records, columns
-
-        @classmethod
-        def from_records(cls, records, columns):
-            return cls(records, columns)
-
-    step = pp.simulate(plan_dict())
-    monkeypatch.setitem(sys.modules, "pandas", type(sys)("pandas"))
-    sys.modules["pandas"].DataFrame = Frame
-    assert step.to_pandas("ops").records == step.to_records("ops")
-    assert step.to_pandas("ops").columns == ["rank", "queue", "op", "start_us", "end_us"]
-    assert pp.check(plan_dict()).to_pandas().columns == ["code", "severity", "message", "file", "line", "help"]
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install pandas"):
-        step.to_pandas()
 
 
 def test_dir_lists_the_functions():

@@ -102,7 +102,6 @@ REFUSED = [
     ("sweep {plan} --set schedule.knd=[gpipe]", "error[PP102]: a plan has no key `schedule.knd`"),
     ("sweep {plan} --set schedule.kind=gpipe", "no key has several values: give --set KEY=[VALUE, ..]"),
     ("sweep {plan} --set topology.tp=[1] --sort makspan", "did you mean 'makespan'?"),
-    ("sweep {plan} --set topology.tp=[1] --columns topology.tp,pp", "no column 'pp'"),
     ("sweep {plan} --set topology.tp=[1] --workers 0", "--workers"),
     # new plans
     ("init -o {here}/new.yaml", "--model, --gpus, --pp, --global-batch are missing"),

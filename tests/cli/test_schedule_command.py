@@ -70,19 +70,6 @@ def test_the_list_has_every_kind_with_its_title_and_variants():
     assert "2 or more" in facts["interleaved"]
 
 
-def test_the_list_as_json():
-    result = invoke("schedule", "list", "--format", "json")
-    content = json.loads(result.stdout)
-    schema("schedule_list").validate(content)
-    by_name = {entry["name"]: entry for entry in content["schedules"]}
-    assert list(by_name) == list(SCHEDULE_KINDS)
-    assert by_name["dualpipe"]["overlaps"]
-    assert not by_name["chimera"]["overlaps"]
-    assert by_name["zb_h2"]["backwards"] == ["I", "W"]
-    assert by_name["seq1f1b"]["splits_sequences"]
-    assert [size["variant"] for size in by_name["interleaved"]["sizes"]] == list(SCHEDULE_KINDS["interleaved"].variants)
-
-
 # --- show: the grid ---
 
 

@@ -1,7 +1,5 @@
 """``pipeproof sweep``: refuses kindly, ends at Ctrl-C, and what it writes is what its schema says."""
 
-import csv
-import io
 import json
 import os
 import signal
@@ -43,13 +41,10 @@ def test_the_table_has_the_best_and_the_refused(words):
     assert "refused PP108: 2; first schedule.num_micro_batches=3, topology.tp=3: " in done.stdout
 
 
-def test_json_fits_its_schema_and_csv_has_the_same(words):
+def test_json_fits_its_schema(words):
     content = json.loads(invoke("sweep", *words, "--format", "json").stdout)
     SCHEMA.validate(content)
     assert [point["status"] for point in content["points"]] == ["ok", "refused", "ok", "refused"]
-    rows = list(csv.DictReader(io.StringIO(invoke("sweep", *words, "--format", "csv").stdout)))
-    assert [row["status"] for row in rows] == [point["status"] for point in content["points"]]
-    assert [float(row["makespan"]) for row in rows[::2]] == [point["makespan"] for point in content["points"][::2]]
     for broken in ({**content, "points": []}, {**content, "unit": "s"}, {**content, "more": 1}):
         assert not SCHEMA.is_valid(broken)
     assert not SCHEMA.is_valid({**content, "points": [{**content["points"][0], "status": "refused"}]})

@@ -48,7 +48,7 @@ def require_fit(name, content):
 
 def test_all_commands_with_json_have_a_schema():
     assert set(SCHEMAS) == {
-        "check", "compare", "simulate", "run", "profile", "doctor", "schedule", "schedule_list", "sweep",
+        "check", "compare", "simulate", "run", "profile", "doctor", "schedule", "sweep",
         "align", "record", "rehearse", "rehearsal_profile", "state", "reshard", "checkpoint",
         "aoa", "tune", "hang",
     }  # fmt: skip

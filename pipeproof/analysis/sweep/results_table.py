@@ -1,9 +1,7 @@
-"""The results of a sweep for people, as a table, and for programs, as JSON and CSV."""
+"""The results of a sweep for people, as a table, and for programs, as JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
 from pipeproof.analysis.sweep.sweep_points import Sweep
 from pipeproof.diagnostics.units import time_text
-from pipeproof.views.tables import no_formula
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +42,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
 )
 """The columns of figures by the names that options have for them; all are the better the smaller."""
 
-DEFAULT_FIGURES = ("makespan", "sequence", "idle", "peak")
+_SHOWN = ("makespan", "sequence", "idle", "peak")
 _MOST_REFUSALS = 8
 
 
@@ -56,14 +53,11 @@ def best_first(results: Sequence[PointResult], by: str) -> list[PointResult]:
     return [result for _, result in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def render_table(
-    sweep: Sweep, results: Sequence[PointResult], console: Console, *, columns: Sequence[str], sort: str, top: int
-) -> None:
-    """Print the best points, then why others have no figures.
-
-    ``columns`` are keys that points set and names of ``FIGURES``.
-    """
+def render_table(sweep: Sweep, results: Sequence[PointResult], console: Console, *, sort: str, top: int) -> None:
+    """Print the best points, then why others have no figures."""
     from pipeproof.views.tables import print_table
+
+    columns = [*sweep.keys, *dict.fromkeys((sort, *_SHOWN))]
 
     ranked = best_first(results, sort)
     if ranked:
@@ -129,25 +123,3 @@ def sweep_to_json(sweep: Sweep, results: Sequence[PointResult]) -> dict[str, Any
         "num_points": len(sweep.points),
         "points": [result.to_json() for result in results],
     }
-
-
-def sweep_to_csv(sweep: Sweep, results: Sequence[PointResult]) -> str:
-    """A row for each point in the sweep's order: its settings as JSON, its figures as numbers, and what went wrong."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*sweep.keys, "status", *FIGURES, "warnings", "code", "message"])
-    for result in results:
-        settings = [_plain(result.settings[key]) if key in result.settings else "" for key in sweep.keys]
-        values = [figure.value(result) for figure in FIGURES.values()]
-        numbers = ["" if value is None else _number(Fraction(value)) for value in values]
-        row = [result.status, *numbers, " ".join(result.warnings), result.code or "", result.message or ""]
-        writer.writerow(map(no_formula, [*settings, *row]))
-    return text.getvalue()
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _number(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else repr(float(value))
