@@ -11,7 +11,6 @@ from validation.board.bridge_recipes import NO_RECIPE, recipe_of
 from validation.board.measurement import MeasurementFileError, NoPlanError, Quantity, partition
 
 MLPERF = "mlperf_llama405b_steps.csv"
-VTRAIN = "vtrain_ground_truth_single.csv"
 BRIDGE = "megatron_bridge_perf.csv"
 
 

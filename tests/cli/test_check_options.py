@@ -12,7 +12,7 @@ from pipeproof.exec.launch.run_plan import NotVerifiedError, RunOptions, require
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.check_plan import CHECK_CODES, check
 from pipeproof.verify.registry import Selection
-from tests.cli.commands import BROKEN, EXAMPLES, invoke, process
+from tests.cli.commands import invoke
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 
@@ -60,11 +60,6 @@ def test_a_rule_that_is_left_out_does_not_run_and_nothing_is_certified(refused):
     assert f" and {len(CHECK_CODES) - 9} more): no certificate" in most
 
 
-def test_a_warning_rule_that_is_left_out_certifies_nothing_either(good):
-    assert not check_json(good, "--ignore", "PP202")[1]["certified"]
-    assert check_json(good)[1]["certified"]
-
-
 @pytest.mark.parametrize("options", [("--select", "3xx,PP401"), ("--select", "PP3", "--select", "PP401")])
 def test_only_what_is_selected_runs(refused, options):
     _, content = check_json(refused, *options)
@@ -81,28 +76,6 @@ def test_what_is_ignored_is_taken_from_what_is_selected(refused):
     assert "PP202" not in content["not_run"]
 
 
-@pytest.mark.parametrize("option", ["--select", "--ignore"])
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("PP299", "in that family are PP201"),
-        ("PP105", "`check` has no rule 'PP105'"),
-        ("9xx", "its families are 1xx"),
-        ("x", "'x' is no code; examples: PP401"),
-        ("PP401,", "'' is no code"),
-        ("", "'' is no code"),
-        ("PP40xx", "is no code"),
-        ("PP401 PP402", "is no code"),
-    ],
-)
-def test_codes_that_there_are_not(good, option, text, answer):
-    result = invoke("check", good, option, text)
-    assert result.exit_code == 2
-    assert option in result.stderr
-    assert answer in " ".join(result.stderr.split())
-    assert result.stdout == ""
-
-
 @pytest.mark.parametrize("transport", ["full", "partial"])
 def test_the_executor_refuses_a_plan_that_some_rules_did_not_judge(quiet, transport):
     loaded = load_plan(quiet(topology={"tp": 2, "sequence_parallel": True}, transport=transport))
@@ -114,24 +87,6 @@ def test_the_executor_refuses_a_plan_that_some_rules_did_not_judge(quiet, transp
 
 
 # --- what the plan suppresses ---
-
-
-def test_a_suppressed_note_is_counted_and_listed(quiet):
-    plan = quiet(transport="partial", suppress=[KNOWN])
-    result = invoke("check", plan)
-    assert result.exit_code == 0
-    assert "note[" not in result.stdout
-    assert "suppressed by the plan: 2 notes (PP202)" in result.stdout
-    assert "proved:" in result.stdout
-
-
-def test_the_note_about_1f1b_can_be_suppressed(write):
-    """1F1B hangs where a rank has one queue for all transfers, and a note names that; no backend of this plan has."""
-    entry = {"code": "PP411", "reason": "runs on Paddle only"}
-    assert "note[PP411]" in invoke("check", write(), "--strict").stdout
-    result = invoke("check", write(suppress=[entry]), "--strict")
-    assert result.exit_code == 0
-    assert "suppressed by the plan: 1 note (PP411)" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -152,13 +107,6 @@ def test_suppressions_that_cannot_be_or_do_nothing(quiet, entry, code, severity,
     assert finding["location"]["column"] == plan.read_text().index(f'"{entry["code"]}"') + 1
     assert status == (1 if severity == "error" else 0)
     assert content["certified"] == (severity != "error")
-
-
-def test_the_second_of_two_equal_suppressions_is_noted(quiet):
-    _, content = check_json(quiet(transport="partial", suppress=[KNOWN, KNOWN]))
-    assert [finding["message"] for finding in content["findings"]] == [
-        "PP202 is suppressed, but an entry before this one has suppressed all of it"
-    ]
 
 
 def test_a_suppression_of_a_rule_that_did_not_run_is_not_called_useless(quiet):
@@ -193,25 +141,6 @@ def test_errors_stay_errors_where_their_code_is_suppressed(quiet, monkeypatch):
     assert "here it is an error" in content["findings"][0]["message"]
 
 
-@pytest.mark.parametrize(
-    ("entries", "code", "words"),
-    [
-        ([{"code": "PP202", "reason": " "}], "PP106", "this one is empty"),
-        ([{"code": "PP202"}], "PP104", "`suppress[0].reason` is missing"),
-        ([{**KNOWN, "code": "pp202"}], "PP106", "write PP202"),
-        ([{**KNOWN, "code": "PP2"}], "PP106", 'found string "PP2"'),
-        ([{**KNOWN, "until": "2027"}], "PP102", "known here: code, reason"),
-        ([{"cod": "PP202", "reason": "x"}], "PP102", "did you mean `code`?"),
-        ("PP202", "PP105", "must be a list"),
-    ],
-)
-def test_suppressions_that_are_malformed(quiet, entries, code, words):
-    result = invoke("check", quiet(suppress=entries))
-    assert result.exit_code == 2
-    assert f"error[{code}]" in result.stderr
-    assert words in result.stderr
-
-
 # --- the text form ---
 
 
@@ -240,38 +169,6 @@ def test_many_findings_of_one_code_are_cut_and_say_so(crowded):
     assert "error[PP301]: and 30 more; `--all` shows all" in text
     assert "the last one" in text
     assert "41 errors" in text
-
-
-def test_all_shows_all_and_so_does_json(crowded):
-    text = invoke("check", crowded, "--all").stdout
-    assert [int(number) for number in re.findall(r"finding (\d+)", text)] == list(range(40))
-    assert "more;" not in text
-    assert len(check_json(crowded)[1]["findings"]) == 41
-
-
-@pytest.mark.slow(
-    but=[
-        "gpt_pp2_tp2_sp_partial-always-environment0-True",
-        "gpt_pp2_tp2_sp_partial-never-environment2-False",
-        "backward_given_twice-auto-environment3-True",
-    ]
-)
-@pytest.mark.parametrize(
-    ("option", "environment", "coloured"),
-    [
-        ("always", {}, True),
-        ("always", {"NO_COLOR": "1", "TERM": "dumb"}, True),
-        ("never", {"FORCE_COLOR": "1", "TERM": "xterm"}, False),
-        ("auto", {"FORCE_COLOR": "1", "TERM": "xterm"}, True),
-        ("auto", {"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": "1"}, False),
-        ("auto", {}, False),
-    ],
-)
-@pytest.mark.parametrize("plan", [EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml", BROKEN[0]], ids=lambda path: path.stem)
-def test_colours(option, environment, coloured, plan):
-    clean = {"FORCE_COLOR": "", "NO_COLOR": "", **environment}
-    done = process("check", plan, "--color", option, **clean)
-    assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]", done.stdout + done.stderr)) == coloured
 
 
 # --- SARIF ---
@@ -313,17 +210,3 @@ def test_sarif_of_suppressions_and_of_rules_that_did_not_run(quiet):
     (override,) = run["invocations"][0]["ruleConfigurationOverrides"]
     assert override["descriptor"]["id"] == "PP401"
     assert override["configuration"] == {"enabled": False}
-
-
-@pytest.mark.parametrize("path", BROKEN[::6], ids=lambda path: path.stem)
-def test_sarif_of_a_file_that_is_no_plan(path):
-    status, run = sarif(path)
-    assert status == run["invocations"][0]["exitCode"] == 2
-    assert run["results"]
-    assert run["properties"] == {"digest": None, "certified": False}
-
-
-def test_sarif_of_a_finding_without_a_place_is_about_the_file(tmp_path):
-    _, run = sarif(tmp_path / "no.yaml")
-    (location,) = run["results"][0]["locations"]
-    assert location == {"physicalLocation": {"artifactLocation": {"uri": (tmp_path / "no.yaml").as_uri()}}}

@@ -51,15 +51,6 @@ def test_a_wrong_program_is_shown_at_its_operation(program):
     assert excerpt[marks - 1][start : len(excerpt[marks])] == op
 
 
-def test_a_wrong_program_as_json(program):
-    path = program(SWAPPED)
-    result = invoke("check", path, "--format", "json")
-    content = json.loads(result.stdout)
-    assert result.exit_code == 1
-    assert content["in_flight"] == []
-    assert {finding["location"]["file"] for finding in content["findings"]} == {str(path)}
-
-
 @pytest.mark.parametrize(
     ("text", "code", "place"),
     [
@@ -105,18 +96,3 @@ def test_the_queue_of_a_runtime_that_is_stricter_than_the_backend(program, queue
     result = invoke("check", program(CROSSING), "--select", "PP401,PP411", "--format", "json", *queue)
     assert [finding["code"] for finding in json.loads(result.stdout)["findings"]] == [code]
     assert result.exit_code == (1 if code == "PP401" else 0)
-
-
-def test_receives_first_are_safe_on_that_queue(program):
-    """One rank receives before it sends, so the same transfers do not cross."""
-    first, second = CROSSING.splitlines()
-    second = second.replace("2SEND_B0{peer=0} 1RECV_F0{peer=0}", "1RECV_F0{peer=0} 2SEND_B0{peer=0}")
-    result = invoke("check", program(f"{first}\n{second}\n"), "--select", "PP4", "--queue", "device")
-    assert result.exit_code == 0
-    assert "PP4" not in result.stdout.replace("--select PP4", "")
-
-
-def test_a_program_can_be_judged_by_some_rules(program):
-    result = invoke("check", program(SWAPPED), "--select", "PP4")
-    assert result.exit_code == 0
-    assert "incomplete" in result.stdout

@@ -9,19 +9,12 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cli.code_registry import all_docs
-from tests.cli.commands import BROKEN, EXAMPLES, REPOSITORY, invoke, process, python
+from tests.cli.commands import BROKEN, EXAMPLES, invoke, process, python
 from tests.plans import plan_dict
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 
 # --- check ---
-
-
-def test_check_of_a_plan_with_errors(refused):
-    result = invoke("check", refused)
-    assert result.exit_code == 1
-    assert "error[PP201]" in result.stdout
-    assert f"--> {refused}:1:" in result.stdout
 
 
 def test_check_as_json_is_all_of_stdout(refused):
@@ -75,14 +68,6 @@ def test_explain_every_code(code):
         assert "right" in result.stdout
 
 
-def test_show(write):
-    result = invoke("show", write(topology={"pp": 2, "tp": 2}), "--rank", 3)
-    assert result.exit_code == 0
-    assert "embed" in result.stdout
-    assert "1F0/0.ALL_REDUCE:tp" in result.stdout
-    assert "program of rank 3" in result.stdout
-
-
 @pytest.mark.needs("jsonschema")
 def test_schema():
     import jsonschema
@@ -109,13 +94,6 @@ def test_simulate_as_json_is_all_of_stdout(good, tmp_path):
 # --- the process ---
 
 
-@pytest.mark.parametrize("arguments", [("-h",), ("check", "-h"), ("run", "--help")])
-def test_help(arguments):
-    result = invoke(*arguments)
-    assert result.exit_code == 0
-    assert "Usage:" in result.stdout
-
-
 COLOURED = [
     ("check", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"),
     ("check", BROKEN[0]),
@@ -131,15 +109,6 @@ def test_no_escape_codes_where_nobody_looks(arguments):
     result = process(*arguments)
     assert "\x1b" not in result.stdout + result.stderr
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow(but=["check_gpt_pp2_tp2_sp_partial"])
-@pytest.mark.parametrize("arguments", COLOURED, ids=lambda a: f"{a[0]}_{Path(a[1]).stem}")
-def test_a_terminal_that_knows_ascii_only(arguments):
-    result = process(*arguments, PYTHONIOENCODING="ascii")
-    assert "Traceback" not in result.stderr
-    assert result.returncode in (0, 1, 2)
-    assert result.stdout + result.stderr
 
 
 @pytest.mark.slow(only=["simulate_gpt_pp4_--format_json"])
@@ -163,25 +132,6 @@ def test_a_reader_that_has_gone(arguments):
     assert "Traceback" not in result.stderr
     assert "BrokenPipe" not in result.stderr
     assert result.returncode == 141  # neither errors found nor bad input
-
-
-def test_an_interrupt_in_code_that_is_made_while_it_runs_ends_with_130_too(good, tmp_path):
-    """As one that comes while a module with dataclasses is imported."""
-    program = f"""
-import sys
-from pipeproof.cli import main as cli
-from pipeproof.specs import load_plan as load
-
-def interrupt(path, settings):
-    exec("raise KeyboardInterrupt")
-
-load.load_plan = interrupt
-cli.main(["check", {str(good)!r}])
-"""
-    (tmp_path / "interrupted.py").write_text(program)
-    path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
-    result = python("-m", "interrupted", environment={"PYTHONPATH": path})
-    assert (result.returncode, result.stderr) == (130, "interrupted\n")
 
 
 def test_an_interrupted_command_ends_with_130(good, monkeypatch):

@@ -67,15 +67,6 @@ def test_json_fits_its_schema(plan, tmp_path):
         assert not SCHEMA.is_valid(broken)
 
 
-def test_nothing_in_common(plan, tmp_path):
-    report = tmp_path / "run.json"
-    entry = {"step": 0, "rank": 9, "queue": "compute", "op": "9F9", "start_us": 0, "end_us": 1}
-    report.write_text(json.dumps({"timeline": [entry]}))
-    result = invoke("compare", plan("one"), report)
-    assert result.exit_code == 0
-    assert "no operation is in both" in result.stdout
-
-
 def test_what_cannot_be_compared(plan, tmp_path):
     good, other = plan("one"), tmp_path / "other.json"
     other.write_text("{}")
@@ -93,16 +84,6 @@ def test_what_cannot_be_compared(plan, tmp_path):
         assert result.exit_code == 2
         assert words in result.stderr
         assert result.stdout == ""
-
-
-def test_a_step_that_is_not_there(plan, tmp_path):
-    report = tmp_path / "run.json"
-    entry = {"rank": 0, "queue": "compute", "op": "0F0", "start_us": 0, "end_us": 1}
-    report.write_text(json.dumps({"timeline": [{**entry, "step": 0}, {**entry, "step": 1}]}))
-    assert invoke("compare", plan("one"), report, "--step", "1").exit_code == 0
-    result = invoke("compare", plan("one"), report, "--step", "7")
-    assert result.exit_code == 2
-    assert "has no step 7: it has steps 0 to 1" in " ".join(result.stderr.split())
 
 
 def test_files_of_other_tools_are_recognised_and_loaded_once(monkeypatch):

@@ -52,13 +52,6 @@ def test_every_format_into_every_other(source, target, file):
     assert converted(path, "--as", target, "--from", source) == FORMS[target]
 
 
-def test_what_is_written_to_a_file_converts_back(file, tmp_path):
-    output = tmp_path / "out.csv"
-    assert converted(file(FORMS["fleet"]), "--as", "csv", "-o", output) == ""
-    assert output.read_text() == FORMS["csv"]
-    assert converted(output, "--as", "fleet") == FORMS["fleet"]
-
-
 @pytest.mark.parametrize("name", ["dualpipe", "chimera", "zb_v", "dualpipe_v"])
 def test_copies_of_stages_pairs_and_parts_of_backwards_go_through_csv_and_text(name, file):
     kind = SCHEDULE_KINDS[name]
@@ -68,30 +61,12 @@ def test_copies_of_stages_pairs_and_parts_of_backwards_go_through_csv_and_text(n
     assert converted(file(csv), "--as", "text") == text
 
 
-def test_a_file_of_pytorch_with_communication_becomes_text():
-    text = converted(FILES / "dualpipe_v_4x2_comms.csv", "--as", "text")
-    assert "7F4{batch=0} 0B0{batch=0}" in text or "0F7{batch=0} 7B3{batch=0}" in text
-
-
-def test_findings_have_a_place_and_an_excerpt(file):
-    message = refused(file("f0;b0;\nf0;B0;\n"), "--as", "csv")
-    assert "error[PP132]" in message
-    assert "schedule:2:4" in message
-    assert "did you mean `b0`?" in message
-
-
 def test_what_a_format_cannot_say_is_an_error_at_its_place(file):
     path = file("0F0,0I0,0W0\n1F0,1I0,1W0\n")
     message = refused(path, "--as", "fleet")
     assert "error[PP141]" in message
     assert "schedule:1:5" in message
     assert "0I0 is a part of a backward" in message
-
-
-def test_another_source_than_the_file_is(file):
-    assert "PP133" in refused(file(FORMS["csv"]), "--as", "text", "--from", "text")
-    assert "PP137" in refused(FILES / "zbv_2x2_comms.csv", "--as", "text", "--from", "csv")
-    assert "PP137" in refused(file("kind: gpipe"), "--as", "text")
 
 
 def test_a_refused_schedule_leaves_the_output_alone(file, tmp_path):

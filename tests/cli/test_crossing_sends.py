@@ -49,22 +49,6 @@ def test_they_are_a_note_where_each_direction_has_a_queue_of_its_own(tmp_path):
     assert (finding["code"], finding["severity"]) == ("PP411", "note")
 
 
-def test_as_pytorch_wrote_it_the_schedule_is_right_there_too(tmp_path):
-    lines = [line.split(",") for line in (FILES / "zero_bubble_2x2_comms.csv").read_text().splitlines()]
-    assert check(tmp_path, lines, queue="pair") == (0, [])
-
-
-def test_a_run_takes_a_plan_that_is_proved_for_a_stricter_runtime(tmp_path):
-    """What holds with fewer queues holds with more, and the digest says which was judged."""
-    digests = set()
-    for queue in ("pair", None):
-        plan = plan_file(tmp_path / f"{queue}.json", schedule={"kind": "gpipe"}, transport={"queue": queue})
-        result = invoke("check", "--format", "json", plan)
-        assert result.exit_code == 0
-        digests.add(json.loads(result.stdout)["digest"])
-    assert len(digests) == 2
-
-
 @pytest.mark.needs_torch
 def test_pytorchs_own_checks_accept_the_crossing_sends():
     from torch.distributed.pipelining import schedules

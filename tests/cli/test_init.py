@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from pipeproof.specs.load_plan import load_plan
 from tests.cli.commands import invoke
@@ -55,14 +54,6 @@ def test_every_key_has_a_comment_that_fits(tmp_path, monkeypatch, arguments):
     assert len(keys) > 15
     assert [lines[i] for i in keys if "  # " not in lines[i] and not lines[i - 1].lstrip().startswith("# ")] == []
     assert lines[0].startswith(f"# {arguments[1]} on {arguments[3]} ")
-
-
-def test_the_named_commands_read_the_plan(tmp_path):
-    file = written(tmp_path, *SMALL)
-    commands = [line.split()[2] for line in file.read_text().splitlines() if line.startswith("#   pipeproof ")]
-    assert commands == ["check", "simulate", "run"]
-    assert invoke("simulate", file).exit_code == 0
-    assert yaml.safe_load(file.read_text())["schedule"]["kind"] == "1f1b"
 
 
 def test_an_existing_file_is_kept_without_force(tmp_path):

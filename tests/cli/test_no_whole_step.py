@@ -99,14 +99,6 @@ def test_a_schedule_of_a_plan_itself(tmp_path):
     assert "plan.json" in answer.stderr
 
 
-def test_an_evaluation_is_whole(tmp_path):
-    path = tmp_path / "forward.csv"
-    path.write_text("0F0,0F1\n1F0,1F1\n")
-    for words in (*TIMELINES[:3], ("compare", "--worst", "0", path)):
-        answer = invoke(*words, path)
-        assert answer.exit_code == 0, answer.stderr
-
-
 def test_a_schedule_that_hangs_is_no_error_of_ours(tmp_path):
     path = tmp_path / "hangs.csv"
     path.write_text(HANGS)
@@ -116,12 +108,3 @@ def test_a_schedule_that_hangs_is_no_error_of_ours(tmp_path):
         assert answer.exit_code == 1
         assert "did not expect" not in answer.stderr
         assert "error[PP40" in answer.stderr
-
-
-def test_many_findings_are_a_screen(tmp_path):
-    path = tmp_path / "many.csv"
-    forwards = [[f"{stage}F{index}" for index in range(40)] for stage in range(2)]
-    path.write_text(",".join(forwards[0]) + "\n" + ",".join([*forwards[1], "1B0"]) + "\n")
-    answer = invoke("simulate", path)
-    assert answer.exit_code == 1
-    assert "error[PP121]: and 69 more; `pipeproof check --all` shows all" in answer.stderr

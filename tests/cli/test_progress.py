@@ -1,7 +1,6 @@
 """Progress of commands: a line at a terminal once a command takes long, and nothing anywhere else."""
 
 import contextlib
-import json
 import os
 import pty
 import re
@@ -94,33 +93,6 @@ def test_a_line_shows_the_task_at_a_terminal_and_leaves_the_output_as_it_is(name
     assert text not in bare.stderr
 
 
-def test_json_is_whole_next_to_progress():
-    status, output, shown = at_terminal(AT_ONCE, ("check", "--format", "json", PLAN))
-    assert status == 0
-    assert json.loads(output)["certified"]
-    assert "checking" in shown
-
-
-def test_a_fast_command_shows_no_line_and_loads_nothing_for_it():
-    program = """
-import sys
-from pipeproof.cli import progress
-from pipeproof.cli.main import main
-
-progress.DELAY_S = 60  # a busy machine may need more than a second
-try:
-    main(sys.argv[1:])
-finally:
-    print(sorted({"rich.progress", "rich.live"} & set(sys.modules)))
-"""
-    status, output, shown = at_terminal(
-        program, ("schedule", "convert", "--as", "text", EXAMPLES / "schedules" / "zbv_pp2.csv")
-    )
-    assert status == 0
-    assert output.splitlines()[-1] == "[]"
-    assert shown == ""
-
-
 class Timers:
     def __init__(self, monkeypatch):
         self.waiting = []
@@ -168,17 +140,3 @@ def test_a_pipe_gets_no_line_and_starts_no_thread(monkeypatch, capsys):
         on_progress("second", 1, 2)
         assert timers.waiting == []
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_line_ends_where_the_work_fails(monkeypatch):
-    timers = Timers(monkeypatch)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-
-    def fail():
-        with showing_progress("first"):
-            assert len(timers.waiting) == 1
-            raise ValueError("bad")
-
-    with pytest.raises(ValueError, match="bad"):
-        fail()
-    assert timers.waiting == []

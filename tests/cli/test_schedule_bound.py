@@ -40,23 +40,6 @@ def test_one_above_the_bound_is_not(write):
     assert (content["makespan"], content["bound"]) == (27, 27)
 
 
-def test_other_kinds_have_no_bound(write):
-    plan = write(schedule={"kind": "1f1b", "num_micro_batches": 8})
-    result = invoke("schedule", "show", plan)
-    assert result.exit_code == 0
-    assert "makespan 33 us" in result.stdout
-    assert "proved" not in result.stdout
-    assert json.loads(invoke("schedule", "show", plan, "--format", "json").stdout)["bound"] is None
-    refused = invoke("schedule", "show", plan, "--time-limit", "1")
-    assert (refused.exit_code, "--time-limit is for the kind optimal" in refused.stderr) == (2, True)
-
-
-def test_set_changes_the_plan(write):
-    result = invoke("schedule", "show", write(), "--set", "schedule.kind=1f1b", "--as", "text")
-    assert result.exit_code == 0
-    assert result.stdout == invoke("schedule", "show", "1f1b", "-p", "4", "-m", "8", "--as", "text").stdout
-
-
 @pytest.mark.needs("ortools")
 def test_the_solver_finds_a_shorter_one_that_the_plan_takes_as_a_file(write, tmp_path):
     plan = write(schedule={**OPTIMAL, "memory_limit": 3})
@@ -82,20 +65,9 @@ def test_what_is_not_proved_has_its_gap(write):
     assert "a longer --time-limit may close it" in result.stdout
 
 
-def test_a_plan_without_such_a_schedule_is_refused(write):
-    result = invoke("schedule", "show", write(schedule={**OPTIMAL, "num_chunks": 2, "memory_limit": 1}))
-    assert result.exit_code == 2
-    assert "error[PP140]" in result.stderr
-    assert "rank 0 has 2 stages and may hold 1 chunk" in result.stderr
-
-
 def test_without_the_solver_it_says_what_to_install(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     result = invoke("schedule", "show", write(schedule={**OPTIMAL, "memory_limit": 3}), "--time-limit", "1")
     assert result.exit_code == 2
     assert "error[PP142]" in result.stderr
     assert f"help: {install_extra('solve')}" in result.stderr
-
-
-def test_explain_knows_the_missing_solver():
-    assert "pip install 'pipeproof[solve]'" in invoke("--explain", "PP142").stdout

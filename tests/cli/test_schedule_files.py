@@ -61,15 +61,6 @@ def test_files_of_pytorch_pass(name, plan):
     assert findings(plan(name, (FILES / f"{name}.csv").read_text())) == (0, [])
 
 
-def test_they_pass_on_a_mesh_with_other_axes_too(plan):
-    name = "zbv_2x2_comms"
-    path = plan(name, (FILES / f"{name}.csv").read_text())
-    content = json.loads(path.read_text())
-    content["topology"] |= {"tp": 2, "dp": 2, "sequence_parallel": True}
-    path.write_text(json.dumps(content))
-    assert findings(path) == (0, [])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_misspelt_operation(name, plan):
     lines = lines_of(name)
@@ -100,16 +91,6 @@ def test_two_swapped_operations(name, plan):
     assert {place[1:] for place in found} & {("s.csv", 2, column(lines, 1, i)) for i in (forward, backward)}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_comms")])
-def test_two_receives_swapped_on_one_channel(name, plan):
-    lines = lines_of(name)
-    first, second = (index_of(lines, 1, rf"1RECV_F{micro_batch}") for micro_batch in (0, 1))
-    lines[1][first], lines[1][second] = lines[1][second], lines[1][first]
-    status, found = findings(plan(name, joined(lines)))
-    assert status == 1
-    assert "PP302" in {code for code, *_ in found}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_deleted_computation(name, plan):
     lines = lines_of(name)
@@ -121,30 +102,6 @@ def test_a_deleted_computation(name, plan):
     assert re.search(rf"error\[PP121\]: .*rank 1 \(pp 1\) never runs {missing}", result.stdout)
     end = len(",".join(lines[1])) + 1
     assert ("PP121", "s.csv", 2, end) in findings(path)[1]
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_comms")])
-@pytest.mark.parametrize("kind", ["SEND_B", "RECV_F"])
-def test_a_deleted_transfer(name, kind, plan):
-    lines = lines_of(name)
-    del lines[1][index_of(lines, 1, rf"\d{kind}0")]
-    status, found = findings(plan(name, joined(lines)))
-    assert status == 1
-    assert "PP301" in {code for code, *_ in found}
-    assert all(file == "s.csv" and line for _, file, line, _ in found)
-
-
-def test_the_line_of_the_file_is_shown(plan):
-    lines = lines_of("zbv_2x2")
-    lines[0][3] = "3f0"
-    result = invoke("check", plan("zbv_2x2", joined(lines)))
-    assert result.exit_code == 2
-    shown = result.stderr.splitlines()
-    assert shown[0] == "error[PP132]: `3f0` is not an operation"
-    assert re.fullmatch(r" --> .*s\.csv:1:13", shown[1])
-    assert shown[3] == "1 | " + ",".join(lines[0])
-    assert shown[4] == "  | " + " " * 12 + "^^^"
-    assert shown[5] == "  = help: did you mean `3F0`?"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from tests.cli.commands import REPOSITORY, invoke
-from tests.tune.models import DENSE, LARGE_EXPERTS, REPLAYED
+from tests.tune.models import DENSE
 
 SCHEMA = Draft202012Validator(json.loads((REPOSITORY / "docs" / "schemas" / "tune.schema.json").read_text()))
 OPTIONS = ("--gpus", "8", "--device", "h100", "--global-batch", "16", "--workers", "1", "--top", "3")
@@ -42,26 +42,6 @@ def test_text_has_the_rows_and_the_reasons(plan):
     assert "80 GiB, that of h100's data sheet" in " ".join(result.stdout.split())
 
 
-def test_text_says_what_pairs_do(tmp_path):
-    file = tmp_path / "plan.yaml"
-    schedule = {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 2}
-    data = {"pipeproof": 1, "model": LARGE_EXPERTS, "topology": {"dp": 2}, "schedule": schedule, "cost": REPLAYED}
-    file.write_text(json.dumps(data))
-    options = (*OPTIONS, "--fix", "cp=1", "--fix", "tp=1", "--fix", "ep=4", "--fix", "mbs=1")
-    result = invoke("tune", file, *options)
-    assert result.exit_code == 0, result.stderr
-    assert "take turns at the all-to-alls of experts" in " ".join(result.stdout.split())
-    none = invoke("tune", file, *options, "--fix", "overlap=none")
-    assert "overlap none" in " ".join(none.stdout.split())
-    assert "take turns" not in none.stdout
-
-
-def test_device_and_batch_of_a_plan_are_defaults(plan):
-    result = invoke("tune", plan, "--gpus", "4", "--workers", "1", "--fix", "tp=1", "--format", "json")
-    content = json.loads(result.stdout)
-    assert (content["device"], content["global_batch"]) == ("h100", 16)
-
-
 @pytest.mark.slow(but=["paddle-suffixes2"])
 @pytest.mark.parametrize(
     ("framework", "suffixes"),
@@ -91,18 +71,6 @@ def test_a_script_of_megatron_is_tuned_for_megatron():
     content = json.loads(result.stdout)
     assert content["framework"] == "megatron"
     assert content["global_batch"] == 32
-
-
-@pytest.mark.parametrize("flags", [(), ("--pipeline-model-parallel-size", "2")])
-def test_a_plan_that_was_imported_is_tuned_for_its_framework(tmp_path, flags):
-    script = tmp_path / "train.sh"
-    sizes = {"num-layers": 4, "hidden-size": 256, "num-attention-heads": 4, "seq-length": 256, "vocab-size": 1024}
-    sizes |= {"max-position-embeddings": 256, "micro-batch-size": 1, "global-batch-size": 8}
-    words = " ".join(f"--{name} {value}" for name, value in sizes.items())
-    script.write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {words} {' '.join(flags)} --bf16\n")
-    assert invoke("import", "plan", script, "-o", tmp_path / "imported.yaml", "--device", "h100").exit_code == 0
-    result = invoke("tune", tmp_path / "imported.yaml", "--gpus", "2", "--workers", "1", "--top", "1", "--fix", "tp=1")
-    assert "Megatron-LM." in result.stdout.splitlines()[0]
 
 
 def test_a_config_of_hugging_face_gets_a_stated_sequence_length(tmp_path):

@@ -106,31 +106,6 @@ def test_lines_fit_and_no_word_is_divided(monkeypatch, tmp_path, words):
     require_whole_lines(monkeypatch, tmp_path, words)
 
 
-@pytest.mark.parametrize("columns", ["0", "-5", "²", "1234567", 5000 * "9"], ids=lambda text: text[:7])
-def test_columns_that_are_no_width_are_ignored(monkeypatch, tmp_path, columns):
-    """Rich reads COLUMNS too: at 0 it prints nothing, and of a superscript it makes no number."""
-    for words in (("check", GOOD), ("simulate", GOOD)):
-        expected = output(monkeypatch, tmp_path, words, None)
-        assert output(monkeypatch, tmp_path, words, columns) == expected
-        assert len(expected.splitlines()) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("run", SMALL),
-        ("run", "--verbose", SMALL),
-        ("run", "--unsafe", CORRUPTING),
-        ("rehearse", SMALL),
-        ("doctor", "--backend", "paddle"),
-    ],
-    ids=named,
-)
-def test_lines_of_commands_with_processes_fit(monkeypatch, tmp_path, words):
-    require_whole_lines(monkeypatch, tmp_path, words)
-
-
 def require_whole_lines(monkeypatch, tmp_path, words):
     """Fail if a line is longer than 80 or 140 columns, or if a word there is none of the words in a pipe."""
     piped = output(monkeypatch, tmp_path, words, None)

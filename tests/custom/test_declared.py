@@ -165,13 +165,6 @@ def test_the_digest_has_what_operations_read():
     assert one != check(plan_from_dict(plan(layers=changed(1, name="relu")))).digest
 
 
-@pytest.mark.parametrize("command", [["check"], ["simulate"], ["show"], ["show", "--memory"], ["tune"]])
-def test_commands(command, tmp_path):
-    file = tmp_path / "own.yaml"
-    file.write_text(json.dumps(plan(cost={"forward_us": 100, "backward_us": 200})))
-    assert invoke(*command, file).exit_code == 0
-
-
 def test_run_names_the_pipelines_that_train_the_layers(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(json.dumps(plan()))
@@ -203,20 +196,6 @@ def test_a_stage_takes_the_time_of_its_layers_wherever_the_cut_is(keys, kind):
         assert simulate(lower_loaded(of_layers)).timeline.spans == simulate(lower_loaded(of_stages)).timeline.spans
         assert of_layers.spec.cost_source == "given"
         assert not of_layers.spec.placeholder_note
-
-
-def test_times_of_stages_go_before_those_of_layers():
-    cost = {F: [1, 2], B: 3}
-    both, one = plan(timed([10, 0, 7, 5]), cost=cost), plan(cost=cost)
-    spans = [simulate(lower_loaded(plan_from_dict(each))).timeline.spans for each in (both, one)]
-    assert spans[0] == spans[1]
-
-
-def test_a_network_gives_messages_their_times_next_to_layers():
-    network = {"ranks_per_node": 2, "node": {"bandwidth": 1, "latency_us": 5}}
-    lowered = lower_loaded(plan_from_dict(plan(timed([10, 0, 7, 5]), cost={"network": network})))
-    assert lowered.spec.cost.forward_of(1) == 12
-    assert lowered.spec.cost.p2p_latency_us > 5
 
 
 @pytest.mark.parametrize(

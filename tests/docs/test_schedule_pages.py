@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from pipeproof.cli.main import main
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
-from pipeproof.schedule.programs import UnfitSizesError, even_costs
+from pipeproof.schedule.programs import UnfitSizesError
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.cli.commands import invoke
@@ -159,21 +159,6 @@ def test_closed_forms_hold_inside_and_fail_outside(kind, docs):
         assert form.fits(form.outside) == (form.relation != "=")
 
 
-def test_a_wrong_form_would_be_found(docs):
-    (form, *_) = docs.known_forms.closed_forms("1f1b")
-    wrong = replace(form, formula="(m + p) * (tf + tb)")
-    assert not wrong.holds(form.inside, form.inside.timed())
-
-
-def test_a_case_has_the_times_of_its_command(docs):
-    case = docs.sizes_and_times.Case("interleaved", 2, 4, v=3, f=2, c=Fraction(1, 2))
-    assert case.costs == even_costs(6, Fraction(2), Fraction(1), Fraction(1), Fraction(1, 2))
-    assert shlex.join(case.command()) == (
-        "pipeproof schedule show interleaved -p 2 -m 4 -v 3 --set cost.forward_us=2 --set "
-        "cost.backward_input_us=1 --set cost.backward_weight_us=1 --set cost.p2p_latency_us=1/2"
-    )
-
-
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -201,18 +186,3 @@ def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
         assert labels == "".join(
             f"{op.kind.value}{op.micro_batch}{'' if op.split is None else f'.{op.split}'}" for op in ops
         )
-
-
-def test_the_command_draws_the_picture_of_a_page(made):
-    drawn = invoke("schedule", "show", "gpipe", "-p", "4", "-m", "8", *UNITS, "--as", "svg")
-    assert drawn.exit_code == 0
-    assert drawn.stdout == made.pictures["gpipe"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pictures_have_no_script_and_load_nothing(kind, made):
-    picture = made.pictures[kind]
-    assert "<script" not in picture
-    assert "@import" not in picture
-    assert not re.search(r"(href|src|url)\s*[=(]", picture)
-    assert "prefers-color-scheme:dark" in picture

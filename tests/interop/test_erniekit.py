@@ -3,8 +3,7 @@
 import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop import Flags, check_imported, import_files
-from tests.cli.commands import EXAMPLES
+from pipeproof.interop import check_imported
 from tests.interop.importing import codes, imported, judged, only
 
 pytestmark = pytest.mark.usefixtures("known_notes")
@@ -68,11 +67,6 @@ def test_the_micro_batch_is_batch_size(tmp_path):
     report = judged("ernie", tmp_path, KIT | {"batch_size": 3, "per_device_train_batch_size": 2})
     assert report.subject.plan.spec.schedule.micro_batch_size == 3
     assert "`per_device_train_batch_size` 2 has no effect" in only(report, "PP174").message
-
-
-def test_empty_layers_behind_the_last_block(tmp_path):
-    assert of(tmp_path, add_tail_layers=2).plan["model"]["empty_layers"] == {"tail": 2}
-    assert "empty_layers" not in of(tmp_path, add_tail_layers=False).plan["model"]
 
 
 def test_blocks_that_do_not_divide_are_cut_uniformly(tmp_path):
@@ -147,31 +141,7 @@ def test_sequence_parallelism_over_one_rank_is_off(tmp_path):
     assert not report.subject.plan.spec.topology.sequence_parallel
 
 
-def test_keys_that_are_almost_known_are_refused(tmp_path):
-    for wrong, right in (
-        ("compute_types", "compute_type"),
-        ("add_tail_layer", "add_tail_layers"),
-        ("pipeline_paralel_degree", "pipeline_parallel_degree"),
-    ):
-        finding = refused(tmp_path, **{wrong: 1})
-        assert (finding.code, finding.help, finding.location.line) == ("PP170", f"did you mean `{right}`?", 8)
-
-
-def test_other_keys_are_listed_once(tmp_path):
-    made = of(tmp_path, learning_rate=0.1, warmup_steps=3, tensorwise_parallel_mode=1)
-    noted = [(one.name, one.why) for one in made.ignored]
-    assert noted == [
-        ("tensorwise_parallel_mode", "an unknown setting; did you mean `tensor_parallel_degree`?"),
-        ("other keys", "2, without a term of parallelism in their names, are not read (learning_rate, warmup_steps)"),
-    ]
-
-
 def test_the_pretraining_script_has_the_rules_of_its_trainer(tmp_path):
     report = judged("ernie", tmp_path, PRETRAINING)
     assert report.subject.plan.spec.schedule.micro_batch_size == 2
     assert codes(report) == ["PP175"]  # the script turns partial sends off
-
-
-def test_the_example():
-    report = check_imported(import_files("ernie", [EXAMPLES / "importing" / "erniekit.yaml"], Flags()))
-    assert (codes(report), report.subject.plan.spec.gpt.num_layers) == (["PP173"], 54)

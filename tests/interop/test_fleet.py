@@ -110,12 +110,6 @@ def test_a_tensor_that_does_not_divide_is_sent_whole(tmp_path):
     assert codes(report) == ["PP202"]
 
 
-def test_a_replicated_tensor_survives_partial_sends(tmp_path):
-    report = fleet(tmp_path, BARE, {("topology", "sequence_parallel"): False})
-    assert codes(report) == []
-    assert report.subject.plan.spec.transport.forward == "partial"
-
-
 def test_a_verdict_that_hangs_on_what_a_strategy_leaves_open_is_undecided(tmp_path):
     report = fleet(tmp_path, BARE)
     assert codes(report) == ["PP176"]
@@ -250,15 +244,6 @@ def test_what_fleet_refuses(tmp_path, line, words):
     with pytest.raises(PlanFileError, match="PP171") as caught:
         fleet(tmp_path, text)
     assert words in caught.value.findings[0].message
-
-
-def test_comments_separators_and_angle_brackets():
-    text = "amp: true; # a comment\nhybrid_configs: < mp_degree: 0x2, sync_name: \"a\" 'b\\'c' >"
-    strategy = parse_prototxt(text, "f")
-    assert strategy.value("amp") is True
-    assert strategy.value("hybrid_configs", "mp_degree") == 2
-    assert strategy.get("hybrid_configs", "sync_name").location.line == 2
-    assert strategy.get("hybrid_configs", "absent") is None
 
 
 _NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)

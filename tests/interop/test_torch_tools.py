@@ -6,7 +6,6 @@ import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError, Severity
 from pipeproof.interop import Flags, check_imported, import_files
-from tests.cli.commands import invoke
 from tests.interop.importing import REAL, imported
 
 CSV_FILES = Path(__file__).parents[1] / "schedule" / "files"
@@ -129,15 +128,6 @@ def test_schedules_of_one_stage_need_as_many_micro_batches_as_stages(tmp_path, s
     assert f"{num_micro_batches} micro-batches on 4 stages" in finding.message
 
 
-def test_micro_batches_on_fewer_chunks_than_stages(tmp_path):
-    flags = {"settings": {("schedule", "num_micro_batches"): 4, ("topology", "pp"): 4}}
-    assert errors(titan(tmp_path, 'pipeline_parallel_schedule = "Interleaved1F1B"', **flags)) == []
-
-
-def test_torchtitan_sends_a_message_over_each_connection_first(tmp_path):
-    assert "transport" not in titan(tmp_path, "").plan
-
-
 def test_unknown_keys_of_torchtitan_are_named(tmp_path):
     made = titan(tmp_path, "pipeline_parallel_magic = 1\nfsdp_reshard_after_forward = 'never'")
     assert [setting.name for setting in made.ignored] == ["pipeline_parallel_magic"]
@@ -174,21 +164,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "importing"
 
 
 @pytest.mark.parametrize(
-    "setting", ["topology.cp=x", "topology.tp=0", "schedule.micro_batch_size=0", "model.num_layers=x"]
-)
-@pytest.mark.parametrize(("kind", "file"), [("megatron", "megatron.sh"), ("torchtitan", "torchtitan.toml")])
-def test_settings_that_are_no_counts_are_refused(kind, file, setting):
-    assert invoke("check", "--from", kind, EXAMPLES / file, "--set", setting).exit_code == 2
-
-
-@pytest.mark.parametrize(("kind", "file"), [("megatron", "megatron.sh"), ("torchtitan", "torchtitan.toml")])
-def test_an_imported_plan_can_be_written_and_checked(kind, file, tmp_path):
-    plan = tmp_path / "plan.yaml"
-    assert invoke("import", "plan", "--from", kind, EXAMPLES / file, "-o", plan).exit_code == 0
-    assert invoke("check", plan).exit_code == 0
-
-
-@pytest.mark.parametrize(
     ("kind", "name", "text", "said", "fix"),
     [
         ("torchtitan", "job.toml", "[parallelism]\npipeline_parallel_degre = 4\n",
@@ -205,8 +180,3 @@ def test_a_misspelt_key_or_a_file_of_another_tool_is_refused(tmp_path, kind, nam
     assert said in finding.message
     assert fix in finding.help
     assert finding.location.file.endswith(name)
-
-
-def test_several_unknown_keys_of_torchtitan_are_one_note(tmp_path):
-    made = titan(tmp_path, "first_magic = 1\nsecond_magic = 2\n")
-    assert [setting.name for setting in made.ignored] == ["first_magic, second_magic"]

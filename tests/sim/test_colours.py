@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import pipeproof.views.html
-from pipeproof.schedule.ops import OpKind
 from pipeproof.views.svg import COLLECTIVE, IDLE, KIND_COLOURS, channels, is_dark
 from tests.sim.test_svg import picture
 
@@ -65,7 +64,3 @@ def test_kinds_and_idle_time_can_be_told_apart(seen):
     assert min(np.linalg.norm(lab(a, seen) - lab(b, seen)) for a, b in combinations(colours, 2)) > 18
     for full, pale in KIND_COLOURS.values():
         assert np.linalg.norm(lab(full, seen) - lab(pale, seen)) > 18
-
-
-def test_all_kinds_of_computation_have_colours():
-    assert set(KIND_COLOURS) == {OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT}

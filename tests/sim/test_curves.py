@@ -22,15 +22,6 @@ def test_activations_are_held_from_the_start_of_f_to_the_end_of_b_or_w():
     assert held(("0F0", 1, 2), ("0I0", 2, 3), ("0W0", 4, 6)) == ((1, 1), (6, 0))
 
 
-def test_what_is_freed_and_taken_at_one_time_is_one_step_and_no_change_none():
-    assert held(("0F0", 0, 1), ("0B0", 1, 3), ("0F1", 3, 4), ("0B1", 4, 6)) == ((0, 1), (6, 0))
-
-
-def test_a_timeline_that_begins_in_a_step_does_not_fall_below_nothing():
-    assert held(("0B0", 0, 1), ("0F1", 2, 3)) == ()
-    assert held(("0B0", 0, 1), ("0F1", 2, 3), ("0F2", 3, 4)) == ((3, 1),)
-
-
 def test_peaks_are_those_of_the_figures(run):
     timeline = run(p=4, m=8, c=1).timeline
     curve = activations_held(timeline)
@@ -45,14 +36,6 @@ def test_memory_begins_with_what_lasts_and_is_in_the_ticks_of_the_timeline():
     )
     timeline = Timeline((Span(0, "compute", 0, "0F0", 0, 8),), ONE_RANK, tick_us=Fraction(1, 2))
     assert memory_held(timeline, [memory]) == Curve("memory held", "bytes", (((0, 100), (2, 110), (6, 100)),))
-
-
-def test_memory_that_changes_at_the_beginning_begins_with_what_is_held_then():
-    memory = MemoryCurve({Part.PARAMETERS: 100}, np.array([0, 4]), np.array([3, 3]), np.array([7, -7]), 1)
-    begins_late = MemoryCurve({Part.PARAMETERS: 100}, np.array([1, 2, 4]), np.array([3, 3, 3]), np.array([5, 2, -7]), 1)
-    for curve, start in ((memory, 0), (begins_late, 3)):
-        timeline = Timeline((Span(0, "compute", 0, "0F0", start, 8),), ONE_RANK)
-        assert memory_held(timeline, [curve]).ranks == (((start, 107), (4, 100)),)
 
 
 def test_simulated_memory_has_its_peak(run):

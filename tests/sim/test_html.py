@@ -95,17 +95,6 @@ def test_the_path_and_the_bubbles_of_a_plan_with_a_network():
         assert update == max(s.end for s in mine) - min(s.start for s in mine) > 70
 
 
-def test_a_transfer_follows_what_was_before_it_on_its_own_queue():
-    spans = (
-        Span(0, "compute", 0, "0F0", 0, 1),
-        Span(0, "forward 0->1", 1, "0SEND_F0", 1, 10),
-        Span(0, "backward 0->1", 2, "0SEND_B0", 1, 10),
-        Span(0, "forward 0->1", 3, "0SEND_F1", 10, 20),
-    )
-    relations = Relations(Timeline(spans, ({"pp": 0},)))
-    assert [part.span for part in critical_path(relations)] == [0, 1, 3]
-
-
 def assert_causes_are_the_path(relations):
     """From the last span of the path, causes lead over every span of it, and no cause begins after its effect ends."""
     path = critical_path(relations)

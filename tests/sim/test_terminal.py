@@ -10,13 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.units import time_text
-from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.views.timeline_text import render_figures, render_timeline
-from tests.plans import plan_dict
 
 
 def text_of(render, *args, width=80, **options):
@@ -93,14 +89,6 @@ def test_replicas_share_a_row_only_when_they_are_alike(run):
     assert "stands for" not in different
 
 
-def test_colour_only_adds_to_the_letters(run):
-    timeline = run(p=2, m=2).timeline
-    plain = text_of(render_timeline, timeline)
-    coloured = text_of(render_timeline, timeline, force_terminal=True, color_system="standard")
-    assert "\x1b[" in coloured
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
-
-
 def test_a_measured_timeline_is_drawn_from_its_first_start():
     spans = (
         Span(0, "compute", 0, "0F0", 5_000_000_000, 5_000_300_000),
@@ -111,14 +99,3 @@ def test_a_measured_timeline_is_drawn_from_its_first_start():
     assert picture_rows(text) == {"0": "F0----------B0--------------------------"}
 
 
-def test_the_update_is_drawn_behind_the_last_backward():
-    network = {"ranks_per_node": 2, "node": {"bandwidth": 0.02}}
-    plan = plan_dict(
-        topology={"pp": 1, "dp": 2},
-        schedule={"kind": "gpipe", "num_micro_batches": 1},
-        cost={"forward_us": 1000, "backward_us": 1000, "optimizer_us": 500, "network": network},
-    )
-    text = text_of(render_timeline, simulate(lower(plan_from_dict(plan).spec)).timeline, width=50)
-    (row,) = (line for line in text.splitlines() if line.startswith("rank 0-1"))
-    assert re.fullmatch(r"rank 0-1 F0-+B0-+u+", row)
-    assert "u: the update, gradient reductions and the optimizer." in " ".join(text.split())

@@ -63,11 +63,6 @@ def test_a_measured_timeline_counts_in_its_ticks():
     assert timeline.peak_activations(0) == 1
 
 
-def test_a_timeline_without_spans_has_figures():
-    (figures,) = figures_of(Timeline((), ONE_RANK))
-    assert (figures.span_us, figures.bubble_makespan_ratio, figures.peak_activations) == (0, 0, 0)
-
-
 def test_what_runs_side_by_side_is_busy_once_however_long_each_runs():
     spans = compute(("0F0", 0, 4), ("0B1", 0, 6), ("0F1", 7, 9), ("0B2", 8, 12))
     assert Timeline(spans, ONE_RANK).busy_us(0) == 6 + 5
@@ -90,6 +85,13 @@ def test_the_schema_is_one():
         {"tf": [1, 2, 3, 4], "tb": [0, 1, 2, 3], "p2p": "rendezvous"},
     ],
 )
+def exact(given, name):
+    if (text := given.get(f"{name}_exact")) is None:
+        return Fraction(given[name])
+    assert float(Fraction(text)) == given[name]
+    return Fraction(text)
+
+
 def test_output_fits_the_schema_and_says_the_exact_values(run, options):
     simulation = run(**options)
     result = json.loads(json.dumps(simulation_to_json(simulation, "given")))
@@ -102,45 +104,3 @@ def test_output_fits_the_schema_and_says_the_exact_values(run, options):
         assert exact(given, "bubble_span") == figures.span_us - figures.busy_us
         assert exact(given, "bubble_makespan_ratio") * simulation.makespan == figures.bubble_makespan_us
         assert exact(given, "bubble_span_ratio") * figures.span_us == figures.bubble_span_us
-
-
-def exact(given, name):
-    if (text := given.get(f"{name}_exact")) is None:
-        return Fraction(given[name])
-    assert float(Fraction(text)) == given[name]
-    return Fraction(text)
-
-
-def test_numbers_by_representability(run):
-    result = simulation_to_json(run(p=1, m=1, tf=Fraction(1, 3), tb=33), "given")
-    assert result["makespan_exact"] == "100/3"
-    assert result["makespan"] == 100 / 3
-    whole = simulation_to_json(run(), "given")
-    assert whole["makespan"] == 33
-    assert isinstance(whole["makespan"], int)
-    assert "makespan_exact" not in whole
-    assert whole["ranks"][0]["bubble_span_ratio_exact"] == "3/11"
-    quarter = simulation_to_json(run(p=1, m=1, tf=Fraction(1, 4), tb=1), "given")
-    assert quarter["makespan"] == 1.25
-    assert "makespan_exact" not in quarter
-
-
-def test_the_names_of_the_issue(run):
-    result = simulation_to_json(run(p=2, m=2, tp=2), "given")
-    assert (result["unit"], result["p2p"]) == ("us", "async")
-    assert [rank["rank"] for rank in result["ranks"]] == [0, 1, 2, 3]
-    assert result["ranks"][3]["coords"] == {"tp": 1, "cp": 0, "ep": 0, "dp": 0, "pp": 1}
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"unit": "ms"},
-        {"makespan": -1},
-        {"makespan_exact": "1/0"},
-        {"ranks": []},
-        {"surprise": 1},
-    ],
-)
-def test_the_schema_refuses(run, damage):
-    assert not Draft202012Validator(SCHEMA).is_valid({**simulation_to_json(run(), "given"), **damage})

@@ -73,15 +73,6 @@ def test_only_known_events_in_order_of_time(timeline):
     assert timed[0] == 0
 
 
-def test_every_process_and_thread_has_a_name(timeline):
-    named = {(e["pid"], e["tid"], e["name"]) for e in events_of(timeline, "M")}
-    for event in events_of(timeline, "X"):
-        assert (event["pid"], 0, "process_name") in named
-        assert (event["pid"], event["tid"], "thread_name") in named
-    names = {(e["pid"], e["args"]["name"]) for e in events_of(timeline, "M") if e["name"] == "thread_name"}
-    assert names == {(span.rank, span.queue) for span in timeline.spans}
-
-
 def test_slices_of_a_thread_nest_or_stand_apart(timeline):
     by_thread = {}
     for event in events_of(timeline, "X"):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 
 from pipeproof.analysis.sweep.evaluate_point import evaluate
 from pipeproof.analysis.sweep.sweep_points import sweep_of_plan
@@ -45,11 +44,4 @@ def dies_once(point, plan_file):
 def raises_at_four(point, plan_file):
     if point.settings.get("schedule.num_micro_batches") == 4:
         raise RuntimeError("four")
-    return evaluate(point, plan_file)
-
-
-def sleeps(point, plan_file):
-    """Evaluate a point, except that more than three micro-batches take minutes."""
-    if point.settings["schedule.num_micro_batches"] > 3:
-        time.sleep(600)
     return evaluate(point, plan_file)

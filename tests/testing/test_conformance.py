@@ -1,10 +1,6 @@
 """The suite reads a backend's behaviour back row by row, and reports what differs from its table, no more."""
 
 import dataclasses
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
@@ -14,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.backend_rows import BackendTable, RowValue
 from pipeproof.comm.backends import backend_table
-from pipeproof.testing.endpoint_protocol import MakeWorld, World
+from pipeproof.testing.endpoint_protocol import MakeWorld
 from pipeproof.testing.probes import PROBES, check_backend
 from tests.testing.fake_backend import fake_world
 
@@ -87,47 +83,6 @@ def test_a_shared_queue_is_observed_but_not_which(queue: str) -> None:
     assert (shared.ok, shared.observed) == (True, queue)
     (free,) = check_backend(table, fake(), keys=["queue"], timeout_s=TIMEOUT_S)
     assert (free.ok, free.observed) == (False, "directed_edge")
-
-
-def test_a_spent_world_is_closed_before_the_next_is_made() -> None:
-    log: list[str] = []
-
-    @contextmanager
-    def logged() -> Iterator[World]:
-        log.append("open")
-        with fake_world(TABLE) as world:
-            yield world
-        log.append("close")
-
-    check_backend(TABLE, logged, keys=["isend_blocks_host", "longer_message", "all_gather", "tags"])
-    assert log == ["open", "close", "open", "close"]
-
-
-def test_no_thread_is_left_behind() -> None:
-    before = threading.active_count()
-    check_backend(TABLE, fake(queue="pair", barrier="hangs"), keys=["queue", "barrier"], timeout_s=0.2)
-    deadline = time.monotonic() + 60
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
-
-
-def test_what_became_of_a_rank_is_told() -> None:
-    (longer, scatter) = check_backend(TABLE, fake(), keys=["reduce_scatter", "longer_message"])
-    assert longer.detail == "rank 1 died: length check"
-    assert scatter.detail == "both ranks raised: NotImplementedError: reduce_scatter is not implemented"
-
-
-def test_wrong_values_are_shown() -> None:
-    (result,) = check_backend(TABLE, fake(all_gather="wrong"), keys=["all_gather"])
-    assert result.detail == "both ranks returned [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]"
-
-
-def test_one_is_not_true() -> None:
-    zero: Any = 0
-    strict = dataclasses.replace(TABLE, tags=zero)
-    (result,) = check_backend(strict, fake(), keys=["tags"])
-    assert not result.ok
 
 
 def test_a_row_that_no_probe_observes_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import os
 import subprocess
 import sys
@@ -18,11 +17,9 @@ from pipeproof.exec.measure.doctor import (
     BackendStartError,
     DoctorReport,
     backend_pair,
-    doctor_to_json,
     render_doctor,
     run_doctor,
 )
-from pipeproof.exec.measure.installed_backends import TESTED
 from tests.testing.bodies import wait_in_vain
 from tests.testing.fake_backend import fake_world
 
@@ -94,45 +91,6 @@ def test_a_backend_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-def test_a_worker_that_cannot_import_paddle_is_told_and_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = children_of(os.getpid())  # other tests may leave Python's own helper processes
-    monkeypatch.setitem(doctor.WORKERS, "paddle", "pipeproof.exec.no_such_module")
-    with (
-        pytest.raises(BackendStartError, match="rank 0 ended before it was imported: exit status 1"),
-        backend_pair("paddle"),
-    ):
-        pytest.fail("came up without a worker")
-    assert children_of(os.getpid()) == before
-
-
-@pytest.mark.needs_paddle
-def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
-    data = json.loads(json.dumps(doctor_to_json(run_doctor(["longer_message"], asks_devices=False))))
-    assert list(data) == [
-        "backend", "device", "exit_status", "versions", "ranks", "rows", "not_measured", "problems", "notes",
-    ]  # fmt: skip
-    assert data["rows"] == [
-        {
-            "key": "longer_message",
-            "expected": "abort",
-            "observed": "abort",
-            "ok": True,
-            "detail": "rank 1 died: length check",
-        }
-    ]
-    assert set(data["versions"]) == {
-        "pipeproof",
-        "python",
-        "paddle",
-        "torch",
-        "transformers",
-        "numpy",
-        "platform",
-        "cores",
-    }
-
-
 NCCL = backend_table("torch", "gpu")
 CERTAIN = ["send_completes", "host_blocks_on_post", "queue", "matching", "tags", "shorter_message", "all_reduce"]
 
@@ -154,26 +112,6 @@ def test_versions_that_no_row_has_are_notes(monkeypatch: pytest.MonkeyPatch) -> 
     assert note.startswith("PyTorch 2.99.0+cu130 is untested: pipeproof's tests ran with 2.11, 2.13")
 
 
-def test_the_page_has_the_table_of_versions() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "installation.md").read_text(encoding="utf-8")
-    rows = [f"| {' | '.join(dataclasses.astuple(row))} |" for row in TESTED]
-    _, _, section = page.partition("| Python | PyTorch |")
-    assert section.partition("\n\n")[0].splitlines()[2:] == rows
-
-
-def test_nccl_may_finish_early_what_its_buffers_hold_and_plans_hold_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    report = on_gpus(monkeypatch, send_completes="eager", tags=True)
-    assert (report.exit_status, report.problems) == (0, [])
-    assert [note.partition(";")[0] for note in report.notes[-3:]] == [
-        "send_completes: the table has rendezvous, this machine eager",
-        "tags: the table has no, this machine yes",
-        "shorter_message: the table has other, this machine stale_rest",
-    ]
-    assert "torch-nccl behaves as plans assume." in rendered(report, width=120)
-
-
 def test_a_machine_that_contradicts_the_table_of_nccl_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     report = on_gpus(monkeypatch, queue="pair", all_reduce="wrong")
     assert report.exit_status == 1
@@ -193,16 +131,6 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     assert report.problems[0].endswith(
         "PyTorch sees no GPU here. Use --on cpu, or a machine with a GPU and a build of PyTorch for it."
     )
-
-
-def test_processes_that_say_nothing_are_a_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
-    report = run_doctor(["matching"])  # fake endpoints have nothing to say of themselves
-    assert report.exit_status == 1
-    assert report.problems[0].startswith("A process did not report its device: rank 0 raised: ")
 
 
 @pytest.mark.needs_torch

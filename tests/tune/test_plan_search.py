@@ -13,7 +13,6 @@ from pipeproof.analysis.tune.search_layouts import MAX_REFUSED, TuneError, tune
 from pipeproof.analysis.tune.tune_text import change_between
 from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
 from pipeproof.comm.lower import lower
-from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.programs import asap
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
@@ -150,16 +149,6 @@ def test_rows_are_in_order_and_each_holds_less_than_those_before_it(name):
     assert peaks == sorted(set(peaks), reverse=True)
 
 
-def test_of_the_plans_own_schedule_nothing_is_listed_twice():
-    assert ("zb_h1", 1) not in steps(tuned(four_ranks(kind="zb_h1"), "zb_h1", "1f1b"))
-
-
-def test_one_rank_is_never_idle():
-    result = tuned(plan_dict(topology={"pp": 1}, schedule={"micro_batch_size": 1}))
-    assert result.present.why == "No rank is ever idle."
-    assert result.rows == ()
-
-
 def test_for_a_schedule_that_never_ends_others_are_listed():
     programs = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     data = plan_dict(schedule={"kind": "custom", "programs": programs, "num_micro_batches": 2, "micro_batch_size": 2})
@@ -192,20 +181,11 @@ def test_a_row_that_fails_its_check_is_dropped_and_counted(monkeypatch):
     assert "zb_h1" not in {row.layout.kind for row in result.rows}
 
 
-def test_what_does_not_exist_is_counted():
-    assert tuned(four_ranks(num_micro_batches=2), "dualpipe").counts.unfit == 1
-
-
 def test_a_plan_that_only_runs_forwards_is_refused():
     programs = [["0F0"], ["1F0"]]
     data = plan_dict(schedule={"kind": "custom", "programs": programs, "num_micro_batches": 1, "micro_batch_size": 2})
     with pytest.raises(TuneError, match="no backward"):
         tuned(data)
-
-
-def test_a_plan_that_cannot_be_lowered_is_refused():
-    with pytest.raises(PlanFileError):
-        tuned(four_ranks(num_layers=3))
 
 
 @pytest.mark.parametrize(
@@ -229,16 +209,6 @@ def test_a_plan_whose_sends_cross_in_one_fifo_is_told_what_ends():
     result = tuned(data, "1f1b", "gpipe")
     assert (result.present.step_us, result.present.errors) == (None, ("PP401",))
     assert {row.layout.kind for row in result.rows} == {"gpipe"}
-
-
-def test_progress_is_told():
-    told = []
-    tune(loaded(four_ranks()), on_progress=lambda *what: told.append(what))
-    assert {"bounding layouts", "simulating layouts", "checking rows"} == {what for what, _, _ in told}
-
-
-def test_the_rows_are_the_same_every_time():
-    assert tuned(PLANS["uneven"], fix={"mbs": (1, 2), "splits": (1, 2)}, top=4) == searched("uneven")
 
 
 def test_the_listed_times_are_exact():

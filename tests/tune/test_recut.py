@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.analysis.tune.recut import layer_times, num_blocks, stage_times
+from pipeproof.analysis.tune.recut import layer_times, stage_times
 
 
 def even_cut(num_blocks, num_stages):
@@ -49,11 +49,6 @@ def test_what_the_first_stage_takes_above_the_others_is_the_embeddings():
     assert (layers["embed"], layers["layer.0"]) == (2, 5)
 
 
-def test_ends_that_are_faster_are_faster_in_their_blocks():
-    layers = layer_times(even_cut(8, 4), fractions(8, 10, 10, 10))
-    assert (layers["embed"], layers["layer.0"], layers["layer.2"]) == (0, 4, 5)
-
-
 def test_without_a_stage_of_blocks_alone_nothing_is_known_of_the_ends():
     layers = layer_times(even_cut(4, 2), fractions(10, 20))
     assert (layers["embed"], layers["layer.0"], layers["layer.3"], layers["head"]) == (0, 5, 10, 0)
@@ -67,13 +62,3 @@ def test_a_stage_without_blocks_gives_its_time_to_what_it_has():
 def test_time_without_a_layer_is_refused():
     with pytest.raises(ValueError, match="stage 1 has a time and no layers"):
         layer_times((("embed", "layer.0", "norm", "head"), ()), fractions(1, 1))
-
-
-def test_blocks_are_counted_without_what_stands_beside_them():
-    assert num_blocks(("embed", "layer.0", "layer.1")) == 2
-
-
-def test_a_norm_after_the_last_block_takes_no_time():
-    cut = (("embed",), ("layer.0", "layer.1"), ("layer.2", "norm"), ("mtp.0", "head"))
-    layers = layer_times(cut, fractions(3, 8, 5, 4))
-    assert layers == {"embed": 3, "layer.0": 4, "layer.1": 4, "layer.2": 5, "norm": 0, "mtp.0": 2, "head": 2}

@@ -98,22 +98,6 @@ def test_pairs_are_tried_where_megatron_has_them():
         assert layout.pp == 1 if layout.kind == "1f1b" else layout.vpp > 1
 
 
-@pytest.mark.parametrize(
-    ("model", "framework", "cost"),
-    [
-        (DENSE, "megatron", {}),
-        (LARGE_EXPERTS, "torch", {}),
-        (LARGE_EXPERTS, "paddle", {}),
-        ({**LARGE_EXPERTS, "moe": {**LARGE_EXPERTS["moe"], "dispatcher": "all_gather"}}, "megatron", {}),
-        ({**LARGE_EXPERTS, "mtp": {"num_modules": 2}}, "megatron", {}),
-        (LARGE_EXPERTS, "megatron", {"analytic": {"device": "h100", "overlap": ["ep"]}}),
-    ],
-    ids=["dense", "torch", "paddle", "all_gather", "two_modules", "hidden_already"],
-)
-def test_pairs_are_not_tried_elsewhere(model, framework, cost):
-    assert overlapping(model, framework, cost=cost) == []
-
-
 @pytest.mark.slow
 def test_pairs_that_save_time_are_listed_with_parts_that_add_up():
     options = {"gpus": 4, "device": "h100", "global_batch": 16, "workers": 1, "top": 3}
@@ -198,34 +182,12 @@ def test_a_row_that_fails_its_check_is_replaced(monkeypatch):
     assert result.rows[-1].step_s <= expected[-1].step_s
 
 
-@pytest.mark.slow
-def test_processes_give_the_rows_of_this_process():
-    options = {"gpus": 4, "device": "h100", "global_batch": 8, "top": 3, "fix": {"tp": [1, 2]}}
-    assert tune(to_tune(), workers=2, **options) == tune(to_tune(), workers=1, **options)
-
-
 def test_an_executor_of_the_caller_gives_them_too_and_stays_open():
     options = {"gpus": 4, "device": "h100", "global_batch": 8, "top": 3, "fix": {"tp": [1], "cp": [1]}}
     with ThreadPoolExecutor(2) as pool:
         found = tune(to_tune(), executor=pool, **options)
         assert pool.submit(int).result() == 0
     assert found == tune(to_tune(), workers=1, **options)
-
-
-@pytest.mark.slow
-def test_a_fixed_value_is_kept():
-    result = tune(
-        to_tune(), gpus=4, device="h100", global_batch=8, workers=1, fix={"pp": [2], "recompute": ["full"]}, top=50
-    )
-    assert {row.layout.pp for row in result.rows} == {2}
-    assert {row.layout.recompute for row in result.rows} == {"full"}
-    assert all(row.parts_s["recompute"] > 0 for row in result.rows)
-
-
-def test_nothing_fits():
-    result = tune(to_tune(), gpus=4, device="h100", global_batch=8, memory_gib=0.001, workers=1)
-    assert result.rows == ()
-    assert result.counts.over_memory == result.counts.tried - result.counts.unfit
 
 
 @pytest.mark.parametrize(

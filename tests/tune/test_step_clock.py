@@ -54,11 +54,6 @@ def test_what_runs_side_by_side_takes_the_time_that_the_plan_gives_it():
     assert beside.work_us < alone.work_us
 
 
-def test_the_busiest_rank_is_named():
-    found = figures(four_ranks(cost={"forward_us": [1, 1, 4, 1]}))
-    assert (found.busiest, found.most_work_us, found.work_us) == (2, 48, 30)
-
-
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1", "dualpipe", "chimera"])
 @pytest.mark.parametrize("latency", [0, "1/3"])
 def test_the_reference_model_has_the_same_clock(kind, latency):

@@ -14,12 +14,8 @@ from pipeproof.analysis.tune.tune_reasons import (
     DIFFERENCE_ERRORS,
     complexity,
     difference_error,
-    differences_text,
-    winner_text,
 )
-from pipeproof.cli import progress
 from pipeproof.cost.devices import DEVICES, expected_error
-from pipeproof.diagnostics.units import time_text
 from tests.tune.models import DENSE, EXPERTS, to_tune
 
 ACCURACY = Path(__file__).parents[2] / "validation" / "results" / "accuracy.json"
@@ -105,36 +101,3 @@ def test_where_nothing_fits_the_nearest_change_gives_rows(case):
     else:
         changed = options | {option.replace("-", "_"): int(value)}
     assert tune(to_tune(), **changed).rows
-
-
-@pytest.mark.parametrize(
-    ("us", "text"),
-    [
-        (0, "0 us"), (0.0123, "0.0123 us"), (1_234_567_890, "1230 s"),
-        (50, "50 us"), (999.4, "999 us"), (999.6, "1 ms"), (-1234.5, "-1.23 ms"),
-        (Fraction(41, 3), "13.7 us"), (999_999, "1 s"), (12_345_678, "12.3 s"), (3.6e9, "3600 s"),
-    ],
-)  # fmt: skip
-def test_a_time_has_a_unit_and_three_digits(us, text):
-    assert time_text(us) == text
-
-
-def test_reasons_have_no_powers_of_ten():
-    parts = {"compute": 1e-3, "recompute": 0.0, "optimizer": 0.0, "bubble": 1e-4, "communication": 0.0}
-    other = parts | {"bubble": 1.5e-4, "compute": 5.0}
-    for text in (winner_text(parts, [other]), differences_text(other, parts)):
-        assert not re.search(r"\de[-+]?\d", text)
-
-
-def test_without_a_terminal_a_line_comes_every_ten_seconds(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "PLAIN_S", 10.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
-    lines = progress._PlainLines("{:,}".format)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 4.0)
-    lines.update("simulating", 1, 2000)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 11.0)
-    lines.update("simulating", 2, 2000)
-    lines.update("simulating", 3, 2000)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 22.0)
-    lines.update("simulating", 4, 2000)
-    assert capsys.readouterr().err == "simulating: 2 of 2,000\nsimulating: 4 of 2,000\n"

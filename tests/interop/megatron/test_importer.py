@@ -77,13 +77,6 @@ def test_flags_that_megatron_does_not_take_are_refused(tmp_path, flags, code, me
     assert (finding.code, message in finding.message) == (code, True), finding.message
 
 
-def test_a_flag_is_not_missed_where_only_a_run_knows_all_arguments(tmp_path):
-    made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}--recompute-granularity full $MORE")
-    assert made.plan["memory"]["recompute"] == "full"
-    (setting,) = made.ignored
-    assert "--recompute-granularity is `$MORE`, which the script does not set: flags in it are not read" in setting.why
-
-
 def test_words_that_are_not_read_are_listed(tmp_path):
     text = f"python pretrain_gpt.py @more.txt {GPT3}{LLAMA}{PP2}--use-checkpoint-args --bf16 $(cat flags)"
     made = imported(tmp_path, text)
@@ -175,12 +168,6 @@ def test_buckets_of_gradients(tmp_path, flags, cost, when):
     assert errors(made) == []
 
 
-def test_a_number_of_buckets_is_named(tmp_path):
-    flags = "--overlap-grad-reduce --ddp-num-buckets 4"
-    made = imported(tmp_path, f"python pretrain_gpt.py {SIZES}{BATCHES}{PP2}{flags}", world_size=4)
-    assert [setting.name for setting in made.ignored] == ["--ddp-num-buckets"]
-
-
 @pytest.mark.parametrize(
     ("flags", "sizes", "chunks"),
     [
@@ -258,13 +245,6 @@ def test_what_is_refused(tmp_path, flags, message, code):
         assert message in finding.message
 
 
-def test_what_a_run_alone_can_tell_of_sizes_is_assumed(tmp_path):
-    made = imported(tmp_path, f"H=$(cat hidden)\nrun --hidden-size $H --num-layers 4 {BATCHES}{PP2}")
-    why = {assumption.key: assumption.why for assumption in made.assumptions}
-    assert "`$(cat hidden)`" in why["model", "hidden_size"]
-    assert why["model", "num_heads"] == "no --num-attention-heads is given"
-
-
 LATENT = "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 "
 SELECTIVE = "--recompute-granularity selective "
 
@@ -288,17 +268,6 @@ def test_modules_that_are_computed_again(tmp_path, flags, modules, ignored):
     assert made.plan["memory"].get("recompute_modules") == modules
     named = {one.name.split()[-1] for one in made.ignored if one.name.startswith("--recompute-modules")}
     assert named == ignored
-
-
-def test_modules_without_selective_recomputation(tmp_path):
-    made = imported(tmp_path, f"run {SIZES}{BATCHES}--recompute-modules mlp")
-    assert "recompute" not in made.plan["memory"]
-    assert "selective` reads it" in next(one.why for one in made.ignored if one.name == "--recompute-modules")
-    none = imported(tmp_path, f"run {SIZES}{BATCHES}{SELECTIVE}--recompute-modules moe")
-    assert "recompute" not in none.plan["memory"], "the model has no experts"
-    unknown = imported(tmp_path, f"run {SIZES}{BATCHES}{SELECTIVE}--recompute-modules $(modules)")
-    assert unknown.plan["memory"]["recompute"] == "selective"
-    assert "--recompute-modules" in {one.name for one in unknown.ignored}
 
 
 @pytest.mark.parametrize(
@@ -351,20 +320,6 @@ def test_a_misspelt_flag_is_refused(tmp_path, flag, known):
     finding = refusal(tmp_path, f"run {SIZES}{BATCHES}{PP2}\\\n  {flag} 8")
     assert (finding.code, finding.location.line, finding.location.column) == ("PP170", 2, 3)
     assert finding.help == f"did you mean `{known}`?"
-
-
-@pytest.mark.parametrize(
-    "flag", ["--no-bias-swiglu-fusion", "--encoder-tensor-model-parallel-size 2", "--model-parallel-size 2",
-             "--eval-global-batch-size 8", "--num-moe-experts 8", "--share-weights"]
-)  # fmt: skip
-def test_a_flag_that_is_like_a_known_one_and_real_is_not_refused(tmp_path, flag):
-    assert errors(imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}{flag}")) == []
-
-
-def test_a_list_of_arguments_needs_no_script(tmp_path):
-    made = imported(tmp_path, f"{SIZES}\n{BATCHES}\n--pipeline_model_parallel_size=2", world_size=4)
-    assert made.plan["topology"] == {"pp": 2, "dp": 2}
-    assert made.plan["schedule"]["num_micro_batches"] == 4
 
 
 @pytest.mark.parametrize(
@@ -444,11 +399,6 @@ def test_what_is_no_script_of_megatron(tmp_path, text, message):
     assert message in finding.message
 
 
-def test_one_file_is_a_training():
-    with pytest.raises(PlanFileError, match="one file, found 2"):
-        import_files("megatron", [REAL / "megatron_gpt3_175b.sh"] * 2, Flags())
-
-
 PARTS = {"norm": "layer", "positions": "learned", "mlp": "gelu_tanh", "biases": "all"}
 LATENT = "--multi-latent-attention --kv-lora-rank 64 --position-embedding-type rope "
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64 --position-embedding-type rope "
@@ -503,12 +453,6 @@ def test_parts_that_a_plan_has_otherwise_are_named(tmp_path, flags, name, why):
     (setting,) = made.ignored
     assert setting.name == name
     assert why in setting.why
-
-
-def test_a_norm_that_megatron_does_not_have_is_refused(tmp_path):
-    finding = refusal(tmp_path, f"run {GPT3}{BATCHES}{PP2}--normalization RmsNorm")
-    assert finding.code == "PP171"
-    assert "must be LayerNorm or RMSNorm, found `RmsNorm`" in finding.message
 
 
 def test_a_script_without_its_model_says_nothing_about_the_parts(tmp_path):
@@ -586,21 +530,6 @@ def test_products_and_their_inputs_have_the_type_of_the_recipe_on_a_device(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("flags", "key"),
-    [
-        ("--moe-grouped-gemm", None), ("--moe-grouped-gemm --add-bias-linear", "expert_biases"), ("", None),
-        ("--moe-grouped-gemm --use-transformer-engine-op-fuser", "fused_experts"),
-    ],
-)  # fmt: skip
-def test_operations_of_grouped_experts_on_a_device(tmp_path, flags, key):
-    text = f"{MOE}--bf16 {flags}"
-    if "--add-bias-linear" in flags:
-        text = text.replace("--disable-bias-linear", "").replace("--add-bias-linear", "")
-    analytic = with_device(imported(tmp_path, text), "h100").plan["cost"]["analytic"]
-    assert {name for name in ("expert_biases", "fused_experts") if analytic.get(name)} == ({key} if key else set())
-
-
-@pytest.mark.parametrize(
     ("flags", "blocks", "message"),
     [
         ("--cpu-offloading-num-layers 3", 3, None), ("--cpu-offloading-num-layers 0", 0, None),
@@ -616,16 +545,6 @@ def test_offloaded_blocks(tmp_path, flags, blocks, message):
         assert (finding.code, message in finding.message) == ("PP171", True)
         return
     assert imported(tmp_path, text).plan["memory"].get("offload_blocks", 0) == blocks
-
-
-@pytest.mark.parametrize(("flags", "kept"), [
-    ("--tensor-model-parallel-size 2 --sequence-parallel", "regather"), ("--tensor-model-parallel-size 2", None),
-    ("--sequence-parallel", None),
-])  # fmt: skip
-def test_inputs_of_sharded_products_are_gathered_again(tmp_path, flags, kept):
-    made = imported(tmp_path, f"run {SIZES}{BATCHES}{flags}")
-    assert made.plan.get("memory", {}).get("sequence_parallel_activations") == kept
-    assert errors(made) == []
 
 
 @pytest.mark.parametrize(
@@ -678,23 +597,6 @@ def test_blocks_with_experts(tmp_path, frequency, dense, note):
     assert [why for why in (setting.why for setting in made.ignored) if "later blocks" in why] == (
         [] if note is None else [f"{note} without experts have them here"]
     )
-
-
-@pytest.mark.parametrize(
-    ("frequency", "message"),
-    [
-        ("'[0]*3+[1]*6'", "9 items, and --num-layers is 8"),
-        ("'[0]*8'", "no block for experts"),
-        ("'[2]*8'", "found 2"),
-        ("'[1]*99999999999999'", "is neither a number nor a list"),
-        ("'__import__(1)+[1]'", "is neither a number nor a list"),
-        ("0", "is neither a number nor a list"),
-    ],
-)
-def test_a_wrong_list_of_blocks_with_experts(tmp_path, frequency, message):
-    finding = refusal(tmp_path, f"{MOE}--moe-layer-freq {frequency}")
-    assert message in finding.message
-    assert finding.location.column == len(f"{MOE}--moe-layer-freq ") + 1 + frequency.startswith("'")
 
 
 @pytest.mark.parametrize(
@@ -783,15 +685,3 @@ def test_batches_that_grow(tmp_path, flags, expected):
         assert expected in refusal(tmp_path, STEPS + flags).message
     else:
         assert imported(tmp_path, STEPS + flags).plan["schedule"]["num_micro_batches"] == expected
-
-
-def test_a_batch_that_is_decreased(tmp_path):
-    text = f"run {SIZES}{PP2}--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed"
-    assert imported(tmp_path, text).plan["schedule"]["num_micro_batches"] == 4
-
-
-def test_scores_and_their_scale_are_imported(tmp_path):
-    flags = "--moe-router-score-function sqrtsoftplus --moe-router-topk-scaling-factor 1.5"
-    made = imported(tmp_path, f"{MOE}{flags}")
-    moe = plan_from_dict(made.plan).spec.gpt.moe
-    assert (moe.score, moe.routed_scale) == ("sqrtsoftplus", 1.5)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeproof.state.aoa import read_statements as read
 from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.read_statements import read_file, read_statements
 from pipeproof.state.aoa.tensor_families import metas_of_plan
@@ -31,15 +30,6 @@ aoa = functools.partial(invoke, "state", "aoa")
 
 def test_the_page_has_the_example():
     assert (ROOT / FILE).read_text() in (ROOT / "docs" / "aoa.md").read_text()
-
-
-def test_statements_without_patterns_make_the_same():
-    plain = aoa(FILE, "--source", PLAN, "--expand").stdout
-    assert "$" not in plain
-    assert len(plain.splitlines()) == 20
-    metas = _metas()
-    program = read_statements(plain, "plain.aoa")
-    assert program_map(program, metas, None) == program_map(read_file(Path(FILE)), metas, None)
 
 
 def test_the_inverse_can_be_written_to_a_file_and_used(tmp_path):
@@ -129,40 +119,3 @@ def test_a_file_without_statements_is_a_mistake(tmp_path, text):
     said = " ".join(refused.stderr.split())
     assert "map.aoa has no statement" in said
     assert "`aoa_statements: []` keeps every tensor unchanged" in said
-
-
-def test_one_of_anything_is_reported_as_one(tmp_path):
-    file = tmp_path / "map.aoa"
-    file.write_text("aoa_statements: []\n")
-    assert aoa(file, "--source", PLAN).stdout.startswith(
-        "0 statements, 0 without patterns; of 155 tensors they make 155\n"
-    )
-    save_file(
-        {"a": np.zeros(2), "b": np.zeros(2), "l.0.c": np.zeros(1), "l.1.c": np.zeros(1)}, tmp_path / "m.safetensors"
-    )
-    file.write_text("l.$LAYER_ID.c -> _\n")
-    of_two = aoa(file, "--source", tmp_path / "m.safetensors").stdout
-    assert "l.0.c (and 1 more that differs by numbers) are left out" in of_two
-    file.write_text("a -> c\nl.0.c -> _\nl.1.c -> _")
-    assert aoa(file, "--source", tmp_path / "m.safetensors").stdout.endswith("\n1 weight stays as it is\n")
-    save_file({"a": np.zeros(2)}, tmp_path / "m.safetensors")
-    file.write_text("a -> c\n")
-    of_one = aoa(file, "--source", tmp_path / "m.safetensors").stdout
-    assert of_one.startswith("1 statement, 1 without patterns; of 1 tensor it makes 1\n")
-
-
-def test_between_a_convention_and_itself_nothing_is_to_be_stated():
-    said = aoa(PLAN, "--names", "megatron", "--to-names", "megatron")
-    assert (said.exit_code, said.stdout) == (0, "")
-    assert "no statement is needed" in said.stderr
-
-
-def test_a_file_of_another_kind_is_named_once(tmp_path, monkeypatch):
-    """Not line by line, as if each were a statement."""
-    of_plan = aoa(PLAN, "--source", PLAN)
-    assert of_plan.exit_code == 2
-    assert of_plan.stderr.count("error[") == 1
-    assert f"{PLAN} has no `aoa_statements`, found `pipeproof`, `model`" in of_plan.stderr
-    assert "= help: write `aoa_statements: [..]`" in of_plan.stderr
-    monkeypatch.setattr(read, "MAX_BYTES", 10)
-    assert "has more than 10 bytes" in aoa(FILE, "--source", PLAN).stderr

@@ -29,10 +29,6 @@ def test_ids_go_by_number_and_only_where_both_are_there():
     ]
 
 
-def test_a_dot_is_for_a_dot_alone():
-    assert expanded(["l.$LAYER_ID.w -> m.$LAYER_ID"], {"l.1.w", "l.1xw", "lx2.w"}) == ["l.1.w -> m.1"]
-
-
 def test_an_offset_is_one_less_to_the_right():
     lines = ["a.$LAYER_ID_OFFSET.w, b.$LAYER_ID_OFFSET.w -> c.$LAYER_ID_OFFSET.w, axis=0"]
     assert expanded(lines, {"a.10.w", "b.10.w", "a.2.w", "b.2.w"})[1] == "a.10.w, b.10.w -> c.9.w, axis=0"
@@ -52,23 +48,12 @@ def test_a_star_is_all_numbers_in_their_order_on_either_side():
     assert other.endswith("-> stack.10, axis=0")
 
 
-def test_a_star_that_finds_one_is_a_merge_of_one():
-    assert expanded(["l.*.w -> m, axis=0"], {"l.3.w"}) == ["l.3.w -> m, axis=0"]
-
-
 def test_the_other_names_must_be_there_for_the_same_numbers():
     lines = ["up.$LAYER_ID, gate.$LAYER_ID -> ffn.$LAYER_ID, fused_ffn"]
     ((_, message, _),) = refusal(lines, {"up.0", "up.1", "gate.0"})
     assert message == "`up.$LAYER_ID` exists for $LAYER_ID=1, and `gate.$LAYER_ID` does not"
     ((_, message, _),) = refusal(lines, {"up.0", "gate.10", "gate.0"})
     assert message == "`gate.$LAYER_ID` exists for $LAYER_ID=10, and `up.$LAYER_ID` does not"
-
-
-def test_the_name_that_was_meant_is_reported():
-    ((code, message, fix),) = refusal(["layers.10.expert.3.up -> a"], EXPERTS)
-    assert code == "PP181"
-    assert "there is no `layers.10.expert.3.up`" in message
-    assert fix == "did you mean `layers.10.experts.3.up`?"
 
 
 def test_what_fits_nothing_is_reported_once_for_a_statement():

@@ -56,16 +56,6 @@ def test_what_is_removed_goes_with_its_states():
     assert "optimizer/step/b" in state_map.tensors
 
 
-def test_weights_alone_may_be_the_target():
-    source = state_of(OWN_NAMES, {}, a=(2,))
-    assert set(program_map(program("a -> b"), source, {"b": meta(2)}).tensors) == {"b"}
-
-
-def test_states_alone_go_by_the_weights_name():
-    state_map = program_map(program("a -> b"), {"a.w_0": meta(2), "a.moment1_0": meta(2)}, None)
-    assert set(state_map.tensors) == {"b.w_0", "b.moment1_0"}
-
-
 @pytest.mark.parametrize(
     ("source", "target", "code", "said"),
     [

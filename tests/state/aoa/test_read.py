@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.state.aoa.read_statements import read_file, read_statements
+from pipeproof.state.aoa.read_statements import read_statements
 from pipeproof.state.aoa.statements import CAST_TYPES, Cast, Fused, Name, Program, Statement, write_statements
 from pipeproof.state.state_codes import AoaError
 
@@ -91,10 +91,6 @@ def test_what_cannot_be_meant_is_reported_with_its_place(line, location, said):
     assert said in finding.message
 
 
-def test_every_line_is_read_and_every_mistake_told():
-    assert [finding.location.line for finding in refusal("a -> b\na b\n\n# c d\n  c => d")] == [2, 5]
-
-
 def test_the_list_of_yaml_and_json_is_read_with_places():
     lines = ["a -> b", 'b -> c, dtype="float32"']
     statement_text = [
@@ -123,12 +119,6 @@ def test_the_list_of_yaml_and_json_is_read_with_places():
 def test_a_config_of_another_form_is_refused(text, said):
     (finding,) = refusal(text)
     assert said in f"{finding.code}: {finding.message}"
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "map.aoa").write_bytes(b"a -> b\n\xff")
-    with pytest.raises(AoaError, match="not UTF-8"):
-        read_file(tmp_path / "map.aoa")
 
 
 words = st.from_regex(r"[a-z_][a-z0-9_.]{0,8}x", fullmatch=True)

@@ -101,21 +101,6 @@ def test_an_index_that_was_edited_is_refused_or_says_the_same(made, data):
         assert all(refusals)
 
 
-@settings(deadline=None, max_examples=40)
-@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_flipped_bit_of_the_index_is_refused_or_says_the_same(made, place, bit):
-    content = bytearray(good_text(made).encode())
-    content[int(place * len(content))] ^= 1 << bit
-    judged(made, bytes(content))
-
-
-@settings(deadline=None, max_examples=25)
-@given(part=st.floats(0, 1, exclude_max=True))
-def test_a_shard_of_an_index_is_none(made, part):
-    text = good_text(made)
-    assert all(judged(made, text[: int(part * (len(text) - 1))]))
-
-
 @settings(deadline=None, max_examples=90)
 @given(data=st.data())
 def test_an_index_with_a_digest_recomputed_is_refused_or_taken_and_nothing_else(made, data):
@@ -141,7 +126,3 @@ def test_who_edits_an_index_on_purpose_leaves_its_digest_out(made):
     assert all(judged(made, json.dumps(tree)))
     del tree["sha256"]
     assert not any(judged(made, json.dumps(tree)))
-
-
-def test_white_space_and_the_order_of_keys_are_no_edit(made):
-    assert not any(judged(made, json.dumps(json.loads(good_text(made)), sort_keys=True, indent=7)))

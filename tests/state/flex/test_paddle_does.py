@@ -100,74 +100,6 @@ def test_a_shard_that_is_missing_leaves_the_old_values_silently(paddle, tmp_path
         require_tiled(open_checkpoint(tmp_path), "w")
 
 
-@pytest.mark.parametrize(("shape", "num_left"), [((5, 7), 11), ((2, 3), 0), ((6, 4), 8)])
-def test_a_tensor_of_another_shape_is_filled_as_far_as_both_go(paddle, tmp_path, shape, num_left):
-    save(paddle, tmp_path, w=NUMBERS)
-    (loaded,) = load(paddle, tmp_path, w=(shape, np.float32)).values()
-    rows, columns = min(shape[0], 4), min(shape[1], 6)
-    assert (loaded[:rows, :columns] == NUMBERS[:rows, :columns]).all()
-    assert (loaded == -1).sum() == num_left
-
-
-def test_a_tensor_of_another_type_gets_bytes_that_are_none_of_its_numbers(paddle, tmp_path):
-    save(paddle, tmp_path, w=NUMBERS)
-    (loaded,) = load(paddle, tmp_path, w=((4, 6), np.float64)).values()
-    assert loaded.dtype == np.float64
-    assert loaded.ravel()[:12].tobytes() == NUMBERS.tobytes()
-
-
-def test_a_changed_byte_is_loaded(paddle, tmp_path):
-    file = save(paddle, tmp_path, w=NUMBERS) / "0_0.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-2] ^= 0x40
-    file.write_bytes(content)
-    (loaded,) = load(paddle, tmp_path, w=((4, 6), np.float32)).values()
-    assert (loaded != NUMBERS).sum() == 1
-
-
-def test_a_file_that_is_cut_is_an_error_that_names_no_tensor(paddle, tmp_path):
-    file = save(paddle, tmp_path, weight=NUMBERS) / "0_0.safetensors"
-    os.truncate(file, file.stat().st_size - 4)
-    with pytest.raises(Exception, match="incomplete metadata") as caught:
-        load(paddle, tmp_path, weight=((4, 6), np.float32))
-    assert "weight" not in str(caught.value)
-    assert "0_0.safetensors is cut short" in refused(tmp_path)
-
-
-def test_a_file_that_is_gone_is_an_error_that_names_no_tensor(paddle, tmp_path):
-    save(paddle, tmp_path, weight=NUMBERS)
-    (tmp_path / "0_0.safetensors").unlink()
-    with pytest.raises(AssertionError, match="not complete"):
-        load(paddle, tmp_path, weight=((4, 6), np.float32))
-    assert "0_0.safetensors cannot be read" in refused(tmp_path)
-
-
-def test_a_key_that_is_missing_is_a_key_error_and_one_too_many_a_warning(paddle, tmp_path):
-    save(paddle, tmp_path, w=NUMBERS, more=NUMBERS)
-    (loaded,) = load(paddle, tmp_path, w=((4, 6), np.float32)).values()
-    assert (loaded == NUMBERS).all()
-    with pytest.raises(KeyError, match="other"):
-        load(paddle, tmp_path, w=((4, 6), np.float32), other=((4, 6), np.float32))
-
-
-def test_after_a_load_that_failed_the_next_one_goes_by_the_metadata_of_the_failed_one(paddle, tmp_path):
-    save(paddle, tmp_path / "one", w=NUMBERS)
-    save(paddle, tmp_path / "two", v=NUMBERS)
-    with pytest.raises(KeyError):
-        load(paddle, tmp_path / "one", v=((4, 6), np.float32))
-    with pytest.raises(KeyError, match="v"):
-        load(paddle, tmp_path / "two", v=((4, 6), np.float32))
-
-
-def test_a_second_save_into_a_directory_keeps_the_metadata_of_the_first(paddle, tmp_path):
-    save(paddle, tmp_path, w=NUMBERS)
-    save(paddle, tmp_path, w=NUMBERS[:2, :3] + 100)
-    assert {path.name for path in tmp_path.iterdir()} == {"0.metadata", "0_0.safetensors"}
-    (loaded,) = load(paddle, tmp_path, w=((4, 6), np.float32)).values()
-    assert not (loaded == NUMBERS).any()
-    assert "0_0.safetensors has w as float32 [2, 3], and the metadata lists float32 [4, 6]" in refused(tmp_path)
-
-
 def test_metadata_that_asks_for_a_call_is_executed(paddle, tmp_path):
     class Asks:
         def __reduce__(self):
@@ -180,18 +112,3 @@ def test_metadata_that_asks_for_a_call_is_executed(paddle, tmp_path):
     with pytest.raises(AttributeError):
         load(paddle, tmp_path / "c", w=((4, 6), np.float32))
     assert (tmp_path / "made").exists()
-
-
-def test_a_save_that_dies_leaves_metadata_of_what_is_not_there(paddle, tmp_path, monkeypatch):
-    write = paddle.save
-
-    def dying(content, path, **given):
-        if path.endswith(".safetensors"):
-            raise OSError("no room")
-        write(content, path, **given)
-
-    monkeypatch.setattr(paddle, "save", dying)
-    with pytest.raises(OSError, match="no room"):
-        save(paddle, tmp_path, w=NUMBERS)
-    assert [path.name for path in tmp_path.iterdir()] == ["0.metadata"]
-    assert "0_0.safetensors cannot be read" in refused(tmp_path)

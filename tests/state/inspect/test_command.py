@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.cli.commands import printed
-from tests.state.runs import MOE, plan_of
+from tests.state.runs import plan_of
 from tests.state.tiny import values, write_state
 
 SHARDED = plan_of(steps=9, topology={"dp": 2}, memory={"shard_optimizer": "dp"}, model={"num_layers": 12})
@@ -78,16 +78,6 @@ def test_two_states_of_other_topologies_are_the_same_and_of_other_steps_are_not(
     assert len(json.loads(compared(state, later, "--format", "json", status=1))["differ"]) == 435
 
 
-def test_tensors_that_one_does_not_have_or_has_in_another_shape_are_named(tmp_path):
-    save_file({"a": np.ones(3), "b": np.ones((2, 2)), "c": np.ones(1)}, tmp_path / "one.safetensors")
-    save_file({"a": np.ones(3), "b": np.ones(4), "d": np.ones(1)}, tmp_path / "two.safetensors")
-    output = compared(tmp_path / "one.safetensors", tmp_path / "two.safetensors", status=1)
-    assert f"1 only in {tmp_path / 'one.safetensors'}: c" in output
-    assert f"1 only in {tmp_path / 'two.safetensors'}: d" in output
-    assert "b: weight float64 [2, 2] and weight float64 [4]" in output
-    assert "1 tensor has the same type, shape and bits, 1 differs" in output
-
-
 def test_all_files_that_are_damaged_are_listed(state):
     assert "each of its 4 files has the size, SHA-256 and tensors of the index" in said(state, "--verify")
     (state / "rank0.safetensors").unlink()
@@ -101,11 +91,6 @@ def test_all_files_that_are_damaged_are_listed(state):
     assert "3 faults" in output
     assert len(json.loads(said(state, "--verify", "--format", "json", status=1))["faults"]) == 3
     assert "rank0.safetensors" in said(state, status=2)
-
-
-def test_what_no_index_speaks_of_is_reported_to_be_unproved(tmp_path):
-    save_file({"a": np.ones(3)}, tmp_path / "one.safetensors")
-    assert "there is no SHA-256 of it" in said(tmp_path / "one.safetensors", "--verify")
 
 
 def test_what_is_no_checkpoint_is_bad_input(tmp_path):
@@ -122,19 +107,3 @@ def test_what_is_no_checkpoint_is_bad_input(tmp_path):
     for output in (said(plan, status=2), compared(tmp_path, plan, status=2)):
         assert "plan.yaml is no checkpoint" in output
     assert "the path is empty" in said("", status=2)
-
-
-def test_experts_and_their_biases_have_kinds_of_their_own(tmp_path):
-    at = plan_of(topology={"ep": 2}, model={"num_layers": 2, "moe": MOE})
-    output = said(write_state(at, tmp_path, 1))
-    assert "after 1 step," in output
-    assert "expert_bias" in output
-    assert "dim 0 in 2" in next(line for line in output.splitlines() if "experts.up" in line)
-
-
-def test_json_has_no_infinity(tmp_path):
-    for name, value in (("one", 1), ("other", np.inf)):
-        save_file({"a": np.array([2, value], np.float32)}, tmp_path / f"{name}.safetensors")
-    both = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-    assert "by inf at most" in compared(*both, status=1)
-    assert '"farthest": null' in compared(*both, "--format", "json", status=1)

@@ -1,24 +1,18 @@
 """Real commands that are killed at random times: a run that saves all the time, and a reshard."""
 
-import json
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from pipeproof.state.inspect_checkpoints import compare_checkpoints
-from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
+from pipeproof.state.open_checkpoint import file_findings
 from pipeproof.state.read_state import find_state
 from tests.exec.processes import Run
 from tests.plans import plan_dict
-from tests.state.runs import plan_of
-from tests.state.tiny import files_below, write_state
+from tests.state.tiny import files_below
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -74,51 +68,3 @@ def test_runs_that_are_killed_while_they_save_can_be_resumed(tmp_path):
     now = files_below(states)
     assert {name: now[name] for name in before} == before
     assert find_state(states).steps_done == newest.steps_done + 2
-
-
-@pytest.mark.slow
-def test_a_reshard_command_that_is_killed_again_and_again_ends_right(tmp_path):
-    sizes = {"hidden_size": 256, "ffn_size": 1024, "vocab_size": 2048, "num_layers": 2}
-    at = plan_of(steps=9, topology={"pp": 1, "dp": 2}, memory={"shard_optimizer": "dp"}, model=sizes)
-    source = write_state(at, tmp_path / "states", 2)
-    target = plan_dict(
-        topology={"pp": 1, "tp": 2},
-        schedule={"num_micro_batches": 8, "micro_batch_size": 1},
-        model={"seq_length": 4, **sizes},
-        run={"backend": "paddle", "steps": 9, "optimizer": "adamw"},
-    )
-    (tmp_path / "plan.json").write_text(json.dumps(target))
-    before, out = files_below(tmp_path / "states"), tmp_path / "out"
-    words = [
-        sys.executable,
-        "-m",
-        "pipeproof",
-        "state",
-        "reshard",
-        source,
-        "--to",
-        tmp_path / "plan.json",
-        "-o",
-        out,
-        "--jobs",
-        "2",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    draw, num_killed = random.Random(9), 0
-    for _ in range(4):
-        command = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while command.poll() is None and not (tmp_path / ".out.reshard" / "new").exists():
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.15))
-        command.kill()
-        num_killed += command.wait() == -signal.SIGKILL
-        if out.exists():
-            break
-        assert files_below(tmp_path / "states") == before
-    assert num_killed
-    if not out.exists():
-        subprocess.run(words, env=environment, check=True, capture_output=True)
-    assert files_below(tmp_path / "states") == before
-    assert not file_findings(out)
-    assert compare_checkpoints(open_checkpoint(source), open_checkpoint(out)).equal
-    shutil.rmtree(out)

@@ -61,20 +61,6 @@ def test_a_directory_as_hugging_face_has_it_has_the_configuration_and_comes_in_a
     assert "OUT that ends with" in reshard(source, "-o", tmp_path / "other", "--names", "megatron", status=2)
 
 
-@pytest.mark.parametrize(
-    ("convention", "plan", "name"),
-    [(PHI3, "tp2", "Phi3"), (ERNIE, "ep2_tp2", "Ernie4_5_Moe")],
-)
-def test_a_directory_of_a_class_with_a_convention_of_its_own(tmp_path, convention, plan, name):
-    a, out = write_plan(tmp_path / "a.yaml", plan, OF_ONE_CLASS[convention]), tmp_path / "model"
-    source = state_of(a, tmp_path / "of_a")
-    reshard(source, "-o", out, "--names", convention)
-    assert json.loads((out / "config.json").read_text())["architectures"] == [f"{name}ForCausalLM"]
-    reshard(out, "--to", a, "--names", convention, "-o", tmp_path / "in")
-    reshard(source, "--weights-only", "--to", a, "-o", tmp_path / "direct")
-    assert files_of(tmp_path / "in") == files_of(tmp_path / "direct")
-
-
 def test_padding_of_the_vocabulary_is_dropped_and_comes_in_as_zeros(tmp_path):
     a = write_plan(tmp_path / "a.yaml", "tp2", SIZES | {"unpadded_vocab_size": 13})
     source = state_of(a, tmp_path / "of_a")
@@ -114,13 +100,6 @@ def test_names_that_are_missing_or_unexpected_are_found_by_the_proof(tmp_path):
     assert gone in said.replace("\n", "").replace(" ", "")
     assert "`bias`" in said
     assert not (tmp_path / "in").exists()
-
-
-def test_a_model_without_names_is_refused(tmp_path):
-    a = write_plan(tmp_path / "a.yaml", "one", SIZES | {"hyper_connections": {"streams": 2}})
-    state = state_of(a, tmp_path / "of_a")
-    assert "PP928" in reshard(state, "-o", tmp_path / "m.safetensors", "--names", "huggingface", status=2)
-    assert "PP928" in reshard(state, "-o", tmp_path / "m.safetensors", "--names", "gguf", status=2)
 
 
 @pytest.mark.parametrize("one", ["huggingface", "megatron"])

@@ -14,15 +14,12 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.state.names.convention_maps import (
     map_from_own_names,
     map_to_convention,
-    model_of,
-    tied_copies,
 )
 from pipeproof.state.names.convention_tables import CONVENTIONS, convention_of
 from pipeproof.state.names.convention_tensors import convention_tensors, weights_of
 from pipeproof.state.regions import tiling_fault
 from pipeproof.state.state_codes import NoNamesError
 from pipeproof.state.tensor_map import compose, identity_map, invert, map_differences
-from pipeproof.state.write_state import values_of
 from tests.plans import plan_dict
 from tests.state.names.apply_map import apply_map
 from tests.state.names.models import (
@@ -30,7 +27,6 @@ from tests.state.names.models import (
     ERNIE,
     GPT2,
     MLA,
-    MODELS,
     MOE,
     NAMED,
     PARTS_AND_MORE,
@@ -68,19 +64,6 @@ def test_the_map_back_after_the_map_is_the_identity(kind, model, convention):
     arrays = numbered(model)
     returned = apply_map(invert(there, ours), apply_map(there, arrays))
     assert all((returned[name] == arrays[name]).all() for name in arrays)
-
-
-@pytest.mark.parametrize(("kind", "model", "convention"), [*NAMED, *DEEPSEEK_V4S])
-def test_copies_are_equal_and_nothing_else_is_twice(kind, model, convention):
-    model = plan_of(**model).model
-    there = map_from_own_names(convention, model, "float32")
-    made = apply_map(there, numbered(model))
-    copies = tied_copies(convention, model)
-    for copy, original in copies.items():
-        assert copy not in made or (made[copy] == made[original]).all()
-    once = np.concatenate([array.reshape(-1) for name, array in made.items() if name not in copies])
-    assert len(np.unique(once)) == len(once) == sum(array.size for array in numbered(model).values())
-    assert there.duplicated == {there.tensors[name].copies[0].source for name in copies if name in made}
 
 
 @settings(max_examples=40, deadline=None)
@@ -236,16 +219,6 @@ def test_biases_have_the_order_of_the_columns_of_their_weights():
     megatron = apply_map(map_from_own_names("megatron", model, "float32"), arrays)
     assert (megatron["decoder.layers.1.self_attention.linear_qkv.bias"] == arrays["layer.1.attn.qkv.bias"]).all()
     assert (megatron["embedding.position_embeddings.weight"] == arrays["embed.positions.weight"]).all()
-
-
-def test_a_clamped_swiglu_has_megatrons_names_for_it_is_a_setting_there():
-    assert map_from_own_names("megatron", plan_of(swiglu_limit=7.0).model, "float32").tensors
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_model_of_a_state_is_that_of_its_plan(kind):
-    plan = plan_of(**MODELS[kind], dropout=0.1)
-    assert model_of(values_of(plan)) == plan.model
 
 
 def test_what_the_optimizer_keeps_is_removed_on_purpose():

@@ -13,7 +13,6 @@ from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import read_model_config
 from pipeproof.stages.describe.synthetic import hash_tables
 from pipeproof.state.names.part_tables import config_of
-from pipeproof.state.state_index import provenance_file
 from tests.state.names.models import DEEPSEEK_V4, plan_of
 from tests.state.reshard.plans import files_of, reshard, state_of, subject_of, write_plan
 
@@ -164,12 +163,6 @@ def test_tables_of_a_file_are_those_of_the_model(tmp_path, fault):
     assert finding.location.file.endswith("b.yaml")
 
 
-def test_a_table_of_shorter_integers_is_the_same_table(tmp_path):
-    _, out = written(tmp_path)
-    save_file({name: table.astype(np.int32) for name, table in load_file(out / TABLES).items()}, out / TABLES)
-    reshard(out, "--to", tmp_path / "a.yaml", "--names", "huggingface", "-o", tmp_path / "in")
-
-
 def test_a_plan_with_another_seed_takes_neither_the_files_nor_the_weights(tmp_path):
     state, out = written(tmp_path)
     other = plan_file(tmp_path / "other.yaml", seed=8)
@@ -187,13 +180,6 @@ def test_one_file_has_no_place_for_tables(tmp_path):
     said = reshard(state, "-o", tmp_path / "model.safetensors", "--names", "huggingface", status=2)
     assert "name a directory" in said.replace("\n", " ")
     reshard(state, "--weights-only", "-o", tmp_path / "own.safetensors")  # pipeproof's own names have no tables
-
-
-def test_without_tables_a_directory_has_one_file_and_no_index(tmp_path):
-    model = {**MODEL, "moe": {**MODEL["moe"], "hash_layers": 0}}
-    _, out = written(tmp_path, model=model)
-    file = out / "model.safetensors"
-    assert sorted(out.iterdir()) == sorted([out / "config.json", file, provenance_file(file)])
 
 
 @pytest.mark.parametrize("rope", [2, 30, 44])

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save
 
 from pipeproof.state.byte_ranges import CAST_DTYPES, ByteArray, cast, write_file
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.regions import NO_DIM, Region, whole_region
 from pipeproof.state.reshard import copy_regions as moving
 from pipeproof.state.reshard.copy_regions import TargetFiles, write_target
-from pipeproof.state.safetensors_header import make_header, read_header
+from pipeproof.state.safetensors_header import read_header
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, ShardFile, TensorEntry
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, identity_map
@@ -201,26 +200,6 @@ def test_files_that_are_finished_are_left_alone(tmp_path):
     again = write_target(source, identity_map(source.tensors), target, tmp_path / "made", lambda *_: None, 2, finished)
     assert again == all_files
     assert (tmp_path / "made" / "rank0.safetensors").read_bytes() == b"left alone"
-
-
-def test_a_file_of_nothing_is_that_of_the_library(tmp_path):
-    source = Checkpoint(tmp_path, "state", {}, {}, {}, None)
-    size, sha256 = write_file(tmp_path / "empty", {})
-    target = TargetFiles({"rank0.safetensors": ()}, {}, {"rank0.safetensors": 0})
-    (file,) = shifted(source, StateMap({}), target, tmp_path / "made")
-    assert (file.size_bytes, file.sha256) == (size, sha256)
-
-
-def test_metadata_is_where_the_library_puts_it():
-    arrays = {"b": np.arange(3, dtype=np.int64), 'é\n"': np.zeros((2, 0), np.float16), "a": np.ones(2, np.float32)}
-    start, header = make_header(
-        {name: (array.dtype.name, array.shape) for name, array in arrays.items()}, {"format": "pt"}
-    )
-    content = save(arrays, metadata={"format": "pt"})
-    assert content.startswith(start)
-    assert header.size_bytes == len(content)
-    for name, stored in header.arrays.items():
-        assert content[stored.start : stored.start + stored.num_bytes] == arrays[name].tobytes()
 
 
 def whole_shard(name, arrays):
