@@ -131,8 +131,7 @@ def reshard(
 
     SOURCE is a state of `run --save` (or the newest below a directory), a safetensors file, a directory of them as
     Hugging Face has it, or a checkpoint of Paddle's or PyTorch's (DCP); with --check, also a plan. The output appears
-    complete or not at all. If the command is interrupted, run the same command again to resume. --set is for the
-    plan that resumes.
+    complete or not at all. --set is for the plan that resumes.
     """
     if target_plan is not None and to_plan is not None:
         raise click.UsageError("give the plan once: as TARGET_PLAN or with --to")
@@ -178,7 +177,7 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
 def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     from pipeproof.signals import TerminatedError, terminate_raises
     from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint, require_crcs
-    from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path, work_directory_of
+    from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path
     from pipeproof.state.reshard.reshard_codes import require_not_state_file
     from pipeproof.state.reshard.shard_layout import ShardLayout
     from pipeproof.state.state_codes import StateError
@@ -205,15 +204,11 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     if num_checksummed(source) < len(source.files):
         echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
     started = time.monotonic()
-    resume = f"the written files stay in {work_directory_of(options.out)}: run the same command again to resume"
     try:
-        with terminate_raises(), showing_copy() as (on_begin, on_progress):
-            result = execute_reshard(source, task, options.out, on_begin, on_progress, options.jobs)
-    except KeyboardInterrupt:
-        echo(resume, err=True)
-        raise
+        with terminate_raises(), showing_copy() as on_progress:
+            result = execute_reshard(source, task, options.out, on_progress, options.jobs)
     except TerminatedError as error:
-        echo(f"{error}: {resume}", err=True)
+        echo(f"{error}: nothing was written", err=True)
         sys.exit(128 + error.signum)
     seconds = time.monotonic() - started
     md5 = None
@@ -380,8 +375,6 @@ _LINE_EVERY_S = 10.0
 """Interval of progress lines without a terminal."""
 _LARGE = 100_000_000
 """Fewest bytes for which the speed is shown."""
-OnBegin = Callable[[int, int], None]
-"""Called with the number of finished files of an earlier call, and the number of all files."""
 OnProgress = Callable[[int, int], None]
 """Called with the number of written bytes, and the number of all bytes."""
 
@@ -438,13 +431,9 @@ def show_outcome(
     )
     if result is not None and out is not None:
         size = f"{size_text(result.size_bytes)} in {counted(result.num_files, 'file')}"
-        if result.existed:
-            echo(f"{out} already exists and is complete: {size}, written by an earlier call")
-        else:
-            before = f", {result.num_finished} of them from an earlier call" if result.num_finished else ""
-            has_speed = result.size_bytes >= _LARGE and not before
-            speed = f", {size_text(round(result.size_bytes / max(seconds, 1e-9)))}/s" if has_speed else ""
-            echo(f"{out}: {size}{before}, {time_text(seconds * 1e6)}{speed}")
+        has_speed = result.size_bytes >= _LARGE
+        speed = f", {size_text(round(result.size_bytes / max(seconds, 1e-9)))}/s" if has_speed else ""
+        echo(f"{out}: {size}, {time_text(seconds * 1e6)}{speed}")
         if md5 is not None:
             echo(f"MD5 of {tensors}: {md5} in {outcome.source.name}, {md5} in {out}: equal")
         if plan is not None:
@@ -452,13 +441,9 @@ def show_outcome(
 
 
 @contextmanager
-def showing_copy() -> Iterator[tuple[OnBegin, OnProgress]]:
+def showing_copy() -> Iterator[OnProgress]:
     """Show progress in bytes on standard error: a bar, or now and then a line if that is not a terminal."""
     from pipeproof.diagnostics.units import size_text
-
-    def on_begin(finished: int, num_files: int) -> None:
-        if finished:
-            echo(f"resuming: {finished} of {num_files} files exist from an earlier call", err=True)
 
     if sys.stderr is None or not sys.stderr.isatty():  # it may have been closed
         last = time.monotonic()
@@ -469,10 +454,10 @@ def showing_copy() -> Iterator[tuple[OnBegin, OnProgress]]:
                 last = time.monotonic()
                 echo(f"{size_text(done)} of {size_text(total)}", err=True)
 
-        yield on_begin, line
+        yield line
         return
     with showing_progress("copying", count=size_text) as show:
-        yield on_begin, lambda done, total: show("copying", done, total)
+        yield lambda done, total: show("copying", done, total)
 
 
 def _num_parts(side: ShardLayout) -> int:
@@ -494,7 +479,6 @@ def _to_json(
         content["output"] = {
             "path": str(out),
             "num_files": result.num_files,
-            "num_files_from_before": result.num_finished,
             "size_bytes": result.size_bytes,
             "seconds": round(seconds, 3),
         }

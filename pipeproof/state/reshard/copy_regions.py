@@ -131,14 +131,11 @@ def write_target(
     directory: Path,
     report_progress: Callable[[int, int], None],
     jobs: int,
-    finished: Mapping[str, ShardFile] = MappingProxyType({}),
-    record: Callable[[ShardFile], None] = lambda _: None,
 ) -> tuple[ShardFile, ...]:
     """Write the target's files into ``directory``, synced to the disk; return their index entries.
 
-    Any thread calls ``report_progress`` with the bytes done and in all. Files in ``finished`` stay as they are. For
-    each other file ``record`` is called when it is on the disk, and when the source files that it is made of have the
-    SHA-256 of the source's index or provenance.
+    Any thread calls ``report_progress`` with the bytes done and in all. The source files have the SHA-256 of the
+    source's index or provenance.
 
     Raises:
         StateError: A file of the source was changed, or cannot be read.
@@ -150,17 +147,14 @@ def write_target(
         written: dict[str, Future[ShardFile]] = {}
         verified_paths: set[Path] = set()
         for name in target.files:
-            if name in finished:
-                writer.count_finished(finished[name])
-                continue
             needed = writer.sources_of(name)
             if len(target.files) < jobs:  # a thread to itself takes longest, and is not to begin last
-                written[name] = pool.submit(writer.write, name, record)
+                written[name] = pool.submit(writer.write, name)
             tasks += [pool.submit(writer.verify, path) for path in sorted(needed - verified_paths)]
             if (
                 name not in written
             ):  # its sources are read from the disk once, in sequence, and then again from the cache
-                written[name] = pool.submit(writer.write, name, record)
+                written[name] = pool.submit(writer.write, name)
             tasks.append(written[name])
             verified_paths |= needed
         try:
@@ -171,7 +165,7 @@ def write_target(
         finally:
             writer.stop.set()
             pool.shutdown(cancel_futures=True)
-    return tuple(finished[name] if name in finished else written[name].result() for name in target.files)
+    return tuple(written[name].result() for name in target.files)
 
 
 class _StoppedError(Exception):
@@ -222,8 +216,8 @@ class _TargetWriter:
         assert entry is not None, "only files with a SHA-256 are verified"
         require_sha256(path, entry.sha256, _FIX, self._require_not_stopped)
 
-    def write(self, name: str, record: Callable[[ShardFile], None]) -> ShardFile:
-        """Write one file, and record it when its sources are known to be whole."""
+    def write(self, name: str) -> ShardFile:
+        """Write one file; its sources are known to be whole at the end."""
         start, header = self._target.header_of(name)
         digest, position, synced = hashlib.sha256(start), len(start), 0
         path = self._directory / name
@@ -246,7 +240,7 @@ class _TargetWriter:
             self.verify(path)
         shards, rank = self._target.files[name], self._target.ranks[name]
         keys = {shard.tensor: key for shard in shards if (key := self._target.key_of(shard.tensor)) != shard.tensor}
-        file = ShardFile(
+        return ShardFile(
             name=name,
             rank=rank,
             size_bytes=header.size_bytes,
@@ -254,13 +248,6 @@ class _TargetWriter:
             shards=shards,
             keys=keys or None,
         )
-        record(file)
-        return file
-
-    def count_finished(self, file: ShardFile) -> None:
-        """Count a file that an earlier call finished."""
-        header = self._target.header_of(file.name)[1]
-        self._add_progress(sum(array.num_bytes for array in header.arrays.values()))
 
     def _blocks(self, name: str, header: Header) -> Iterator[Bits]:
         """Yield a file behind its first bytes, in its order; each block of elements overwrites the one before."""

@@ -129,5 +129,5 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "free space or allow writing there; run the same command again to resume"
+        fix = "free space or allow writing there, and run the command again"
         raise RefusedError(OUTPUT_UNUSABLE, f"{path} cannot be written: {error.strerror}", fix) from error

@@ -1,7 +1,6 @@
 """One training on several topologies, and states of it by the command."""
 
 import functools
-import os
 from pathlib import Path
 
 import yaml
@@ -70,11 +69,3 @@ reshard = functools.partial(printed, "state", "reshard")
 
 def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))}
-
-
-def keeps_marks(directory):
-    try:
-        os.setxattr(directory, "user.pipeproof.test", b"1")
-    except (OSError, AttributeError):
-        return False
-    return True
