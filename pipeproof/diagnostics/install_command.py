@@ -32,11 +32,6 @@ def missing_framework(error: ModuleNotFoundError, title: str, extra: str) -> Imp
     return ImportError(f"`pipeproof.{error.name}` needs {title}: {install_extra(extra)}", name=error.name)
 
 
-def install_package(requirement: str) -> str:
-    """Return the command that installs a package of others."""
-    return f"{_pip()} install {requirement}"
-
-
 def _pip() -> str:
     """``pip`` where the shell finds that of this Python, else this Python's by its path."""
     python, found = Path(sys.executable), shutil.which("pip")

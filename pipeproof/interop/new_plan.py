@@ -19,7 +19,7 @@ from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags, plan_lines
-from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.interop.importers.model_sizes import assume_model
 from pipeproof.interop.tune_models import tune_model
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict, with_settings
@@ -174,7 +174,7 @@ def _model(answers: Answers, layout: Layout) -> tuple[PlanSpec, tuple[str, ...]]
     draft = Draft("init", Flags(settings))
     for axis in ("tp", "cp", "ep"):
         draft.set(("topology", axis), getattr(layout, axis), f"--{axis}")
-    assume_model(draft, Needs(layout.num_stages))
+    assume_model(draft, layout.num_stages)
     model = draft.imported("--model", ()).plan["model"]
     return plan_from_dict({"pipeproof": 1, "model": model, "topology": {}, "schedule": _FIRST_BATCHES}).spec, ()
 

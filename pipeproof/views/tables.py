@@ -7,9 +7,7 @@ searched and figures are whole. Cells of CSV files are safe for spreadsheets.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -98,13 +96,3 @@ def _shorten(cells: Sequence[Text], width: int) -> bool:
     for cell in long:
         cell.plain = f"{cell.plain[: width - 1 - end]}\N{HORIZONTAL ELLIPSIS}{cell.plain[len(cell.plain) - end :]}"
     return bool(long)
-
-
-_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
-
-
-def no_formula(cell: Any) -> Any:
-    """Return a cell that spreadsheets take for text: what begins with = + - or @ and is no number would be executed."""
-    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")) or _NUMBER.fullmatch(cell):
-        return cell
-    return f"'{cell}"

@@ -14,21 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from pipeproof.__main__ import LEAST_ADDRESS_SPACE, start
-from pipeproof.api.result import _csv
 from pipeproof.cli.main import main
 from pipeproof.exec.launch import supervisor
 from pipeproof.exec.store.rendezvous import reserved_ports
 from pipeproof.exec.store.run_codes import DIED
-from pipeproof.views.tables import no_formula
-
-
-@pytest.mark.parametrize("cell", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1"])
-def test_no_cell_of_a_table_is_a_formula(cell):
-    assert no_formula(cell) == f"'{cell}"
-
-
-def test_no_cell_of_a_result_is_a_formula():
-    assert _csv([{"settings": "=1+1", "change": -2}], ["settings", "change"]) == "settings,change\n'=1+1,-2\n"
 
 
 def test_names_of_files_do_not_control_the_terminal(tmp_path):

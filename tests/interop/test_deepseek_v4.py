@@ -6,7 +6,7 @@ import pytest
 
 from pipeproof.interop import Flags
 from pipeproof.interop.importers.draft import Draft
-from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.interop.importers.model_sizes import assume_model
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from tests.interop.importing import imported, refusal
@@ -39,7 +39,7 @@ def model_of(tmp_path, keys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(SIZES | keys), encoding="utf-8")
     draft = Draft("model config", Flags(model_config=config))
-    assume_model(draft, Needs(1))
+    assume_model(draft, 1)
     made = draft.imported("", ())
     model = made.plan["model"] | {"seq_length": 256}
     return plan_from_dict(plan_dict() | {"model": model, "topology": {}}).spec, made.ignored

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,13 +55,6 @@ CONFIG_NAMES = (*MODEL_NAMES, *PART_NAMES)
 """All names that are read from a model configuration."""
 
 _LATENT = ("num_kv_heads", "head_size")
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Condition on assumed sizes: the number of stages to fill."""
-
-    num_stages: int
 
 
 def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
@@ -120,8 +112,8 @@ def read_mapping(name: str, prefix: str = "") -> tuple[dict[str, Any], SourceMap
     raise PlanFileError(UNREADABLE.finding(prefix + message, location), source=tree.source)
 
 
-def assume_model(draft: Draft, needs: Needs) -> None:
-    """Read the model configuration, if one is given, and assume small divisible sizes for missing values."""
+def assume_model(draft: Draft, num_stages: int) -> None:
+    """Read the model configuration, if one is given, and assume small sizes that fill and divide for missing values."""
     if draft.flags.model_config is not None:
         read_model_config(draft, draft.flags.model_config)
     why = "not in the files (`--model-config`); small, and divides over the ranks"
@@ -130,7 +122,7 @@ def assume_model(draft: Draft, needs: Needs) -> None:
     heads = draft.number("model", "num_heads", default=4 if 4 % tp == 0 else tp)
     assumed: list[tuple[KeyPath, object]] = [
         (("kind",), "gpt"),
-        (("num_layers",), _num_layers(needs, num_empty)),
+        (("num_layers",), _num_layers(num_stages, num_empty)),
         (("num_heads",), heads),
         (("hidden_size",), 64 * heads),
         (("ffn_size",), 128 * heads),
@@ -150,12 +142,12 @@ def assume_model(draft: Draft, needs: Needs) -> None:
             draft.assume(("model", *path), value, why)
 
 
-def _num_layers(needs: Needs, num_empty: int) -> int:
+def _num_layers(num_stages: int, num_empty: int) -> int:
     """Return the number of blocks for equally many layers in each stage: two, or more with empty layers."""
     per_stage = 2
-    while per_stage * needs.num_stages <= num_empty:
+    while per_stage * num_stages <= num_empty:
         per_stage += 1
-    return per_stage * needs.num_stages - num_empty
+    return per_stage * num_stages - num_empty
 
 
 # --- DeepSeek-V4, with the names of Hugging Face's ``DeepseekV4Config`` and those of the release ---

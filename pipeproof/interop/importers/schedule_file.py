@@ -10,7 +10,7 @@ from pipeproof.diagnostics.source import LINE_BREAK, read_text
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import one_file
 from pipeproof.interop.importers.imported import Flags, Imported
-from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.interop.importers.model_sizes import assume_model
 from pipeproof.schedule.formats.csv_file import looks_like_csv
 from pipeproof.schedule.formats.read_schedule import load_schedule_file
 from pipeproof.schedule.formats.schedule_size_checks import Expected
@@ -39,5 +39,5 @@ def import_schedule(files: Sequence[Path], flags: Flags) -> Imported:
     if looks_like_csv(text):
         draft.set(("run", "backend"), "torch", "a schedule of PyTorch")
         draft.set(("run", "device"), "gpu", "a schedule of PyTorch")
-    assume_model(draft, Needs(num_stages))
+    assume_model(draft, num_stages)
     return draft.imported(name, tuple(LINE_BREAK.split(text)))

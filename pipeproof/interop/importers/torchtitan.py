@@ -19,7 +19,7 @@ from pipeproof.interop.importers.draft import MAX_LAYERS, Draft, count, stages_o
 from pipeproof.interop.importers.import_codes import REFUSED, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
-from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.interop.importers.model_sizes import assume_model
 from pipeproof.interop.importers.settings import Settings
 from pipeproof.interop.importers.torch_pipelining import known_schedules, module_named, schedule_named
 from pipeproof.interop.importers.tree import Tree, read_toml
@@ -191,7 +191,7 @@ class _Job(Settings):
             blocks = {module for part in self._parts() for module in self._named(part) if module.startswith("layer.")}
             if blocks:
                 self._take(_MODULES, ("model", "num_layers"), len(blocks))
-        assume_model(self.draft, Needs(num_stages))
+        assume_model(self.draft, num_stages)
 
     def _parts(self) -> Sequence[Any]:
         """Return the modules of all stages, where they are listed."""

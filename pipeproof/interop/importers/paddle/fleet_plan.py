@@ -12,7 +12,7 @@ from pipeproof.diagnostics.units import size_text
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import GUARDED, REFUSED, WITHOUT_EFFECT
 from pipeproof.interop.importers.imported import Rephrase
-from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.interop.importers.model_sizes import assume_model
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue, overridden
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
@@ -32,7 +32,8 @@ def lay_out(job: FleetJob, draft: Draft) -> None:
     _schedule(job, draft)
     _transport(job, draft)
     _layers(job, draft)
-    assume_model(draft, _needs(job, draft))
+    _set_length(job, draft)
+    assume_model(draft, job.pp.value * draft.number("schedule", "num_chunks", default=1))
     _partial_send_findings(job, draft)
 
 
@@ -277,7 +278,7 @@ def _cut(cut: SourcedValue[str], stages: Location | None, draft: Draft) -> None:
         )
 
 
-def _needs(job: FleetJob, draft: Draft) -> Needs:
+def _set_length(job: FleetJob, draft: Draft) -> None:
     sequence = job.sequence
     if sequence is not None:
         divisor = draft.number("topology", "cp", default=1) * draft.number("topology", "tp", default=1)
@@ -287,8 +288,6 @@ def _needs(job: FleetJob, draft: Draft) -> Needs:
         else:
             why = f"the longest that divides over the ranks, and {sequence.text}"
             draft.assume(("model", "seq_length"), fitting, why, sequence.location)
-    stages = job.pp.value * draft.number("schedule", "num_chunks", default=1)
-    return Needs(num_stages=stages)
 
 
 def ineffective(draft: Draft, sourced: SourcedValue[int] | SourcedValue[bool] | SourcedValue[str], why: str) -> None:
