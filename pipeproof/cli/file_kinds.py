@@ -149,8 +149,6 @@ KINDS: tuple[FileKind, ...] = (
               lambda g: bool(_VERL.search(g.text))),
     _imported("a shell script", "megatron",
               lambda g: bool(_SHELL.search(g.text))),
-    FileKind("the table of a timeline", (),
-             lambda g: g.text.startswith("rank,queue,op,kind,")),
     FileKind("a page for a browser", (), lambda g: g.text.lstrip()[:9].lower() == "<!doctype"),
     FileKind("a picture", (), lambda g: g.text.lstrip().startswith("<svg") or g.head.startswith(_PNG)),
     PROGRAM,

@@ -22,7 +22,6 @@ FORMS: Mapping[str, str] = MappingProxyType(
     {
         ".html": "a page for a browser",
         ".json": "a Chrome trace",
-        ".csv": "a table",
         ".svg": "a picture",
     }
 )
@@ -81,12 +80,6 @@ def write_timeline(
             titled = f"{title}{sizes}{note}"
             write_output(path, timeline_html(titled, timeline, graph, curves[0] if curves else None, mfu))
             return f"timeline written to {path}; open it in a browser"
-        case ".csv":
-            from pipeproof.views.trace_slices import write_csv
-
-            rounded = write_csv(timeline, path, graph)
-            note = f"; times of {rounded} are not finite decimals and are rounded to 9 digits" if rounded else ""
-            return f"{len(timeline.spans)} operations written to {path}{note}"
         case ".json":
             from pipeproof.views.chrome_trace import write_trace
 

@@ -47,7 +47,6 @@ WRITTEN = {
     "report": ("report.json", json.dumps({"log_matches_graph": True, "timeline": []})),
     "config": ("config.json", json.dumps({"model_type": "llama", "num_hidden_layers": 2})),
     "another trainer": ("job.yml", "pipe_parallel_size: 4\n"),
-    "table": ("timeline.csv", "rank,queue,op,kind,stage,micro_batch\n"),
     "page": ("timeline.html", "<!doctype html><html></html>"),
     "svg": ("timeline.svg", "<svg></svg>"),
     "AOA in YAML": ("names.yaml", "aoa_statements: []\n"),

@@ -17,7 +17,7 @@ PLAN = EXAMPLES / "gpt_pp4.yaml"
 COMMANDS = {
     "out.html": ("simulate", PLAN),
     "out.json": ("simulate", PLAN),
-    "out.csv": ("simulate", PLAN),
+    "out.svg": ("simulate", PLAN),
     "play.html": ("play",),
     "out.yaml": ("import", "plan", EXAMPLES / "importing" / "megatron.sh"),
     "text": ("schedule", "convert", "--as", "text", EXAMPLES / "schedules" / "zbv_pp2.csv"),

@@ -130,7 +130,6 @@ COMMANDS = (
     Command("check IN"),
     Command("show IN"),
     Command("simulate IN -o OUT.html"),
-    Command("simulate IN -o OUT.csv"),
     Command("simulate IN -o OUT.json"),
     Command("tune IN"),
     Command("sweep IN --set schedule.num_micro_batches=[4,8]"),

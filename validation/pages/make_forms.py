@@ -11,33 +11,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pages import DOCS, ROOT, fill, main, table
+from pages import DOCS, ROOT, fill, main
 from rich.console import Console
 
 from pipeproof import load_plan, lower
 from pipeproof.cli.timeline_option import write_timeline
 from pipeproof.sim.simulate import simulate
 from pipeproof.views.timeline_text import render_timeline
-from pipeproof.views.trace_slices import COLUMNS
 
 PLAN = ROOT / "examples" / "gpt_pp4.yaml"
-COLUMN_MEANINGS = {
-    "rank": "the global rank",
-    "queue": "`compute`, or the channel of a transfer",
-    "op": "the operation, in its text form",
-    "kind": "the kind of operation: `F`, `B`, `I`, `W`, `SEND_F`, `WAIT` ...",
-    "stage": "the global stage",
-    "micro_batch": "of a computation or transfer, and of the target of a wait or child collective; else empty",
-    "split": "the sequence split, if sequences are split",
-    "start_us": "start, in microseconds since the first start",
-    "end_us": "end, likewise",
-    "exact": "`no` if one of the times is no finite decimal (1/3) and is rounded to nine digits",
-    "bytes": "bytes of its rank's tensor that a transfer moves; for a collective, if the graph contains them",
-    "peer": "the rank at the other end of a transfer",
-    "step": "the training step of a run, 0 in a simulation",
-    "op_id": "the operation's index in the graph; the same in every step",
-    "clock": "`simulated` or `measured`, the same in every row",
-}
 
 
 def terminal() -> str:
@@ -65,14 +47,6 @@ def chrome() -> str:
     return _block("json", "\n".join(next(line for line in lines if part in line) for part in wanted))
 
 
-def csv() -> str:
-    """Return the first rows, and the meanings of the columns."""
-    head = "\n".join(written(".csv").decode().splitlines()[:6])
-    assert tuple(COLUMN_MEANINGS) == COLUMNS
-    columns = table(("column", "content"), [(f"`{name}`", meaning) for name, meaning in COLUMN_MEANINGS.items()])
-    return f"{_block('text', head)}\n{columns}"
-
-
 def _block(kind: str, text: str) -> str:
     return f"```{kind}\n{text.strip()}\n```\n"
 
@@ -80,7 +54,7 @@ def _block(kind: str, text: str) -> str:
 def pages() -> dict[Path, str]:
     """Return the page."""
     page = DOCS / "pictures.md"
-    parts = {"terminal": terminal(), "chrome": chrome(), "csv": csv()}
+    parts = {"terminal": terminal(), "chrome": chrome()}
     return {page: fill(page, parts)}
 
 
