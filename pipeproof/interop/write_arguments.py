@@ -23,55 +23,9 @@ from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_parts import flags_of_parts, type_of_parts
 from pipeproof.interop.importers.model_sizes import MODEL_NAMES
-from pipeproof.interop.importers.torch_pipelining import SCHEDULES
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
-
-# --- A TOML job of torchtitan and the ``config.json`` of its model ---
-
-
-_MODULES = {"embed": "tok_embeddings", "norm": "norm", "head": "output"}
-
-
-def torchtitan_job(spec: PlanSpec) -> str:
-    """The job; what torchtitan has no keys for is left out, which its import shows."""
-    topology, schedule = spec.topology, spec.schedule
-    local = schedule.num_micro_batches * schedule.micro_batch_size
-    replicas = topology.dp * topology.ep
-    is_sharded = spec.memory.shard_optimizer == "dp" or topology.ep > 1
-    parallelism: dict[str, Any] = {
-        "data_parallel_replicate_degree": 1 if is_sharded else replicas,
-        "data_parallel_shard_degree": replicas if is_sharded else 1,
-        "tensor_parallel_degree": topology.tp,
-        "context_parallel_degree": topology.cp,
-        "expert_parallel_degree": topology.ep,
-        "pipeline_parallel_degree": topology.pp,
-        "pipeline_parallel_microbatch_size": schedule.micro_batch_size,
-    }
-    if topology.pp > 1:
-        names = {kind: name for name, (kind, _) in SCHEDULES.items()}
-        parallelism["pipeline_parallel_schedule"] = names.get(schedule.kind, schedule.kind)
-        parallelism["module_fqns_per_model_part"] = [[_module(name) for name in stage] for stage in stage_layers(spec)]
-    sections: dict[str, dict[str, Any]] = {
-        "training": {
-            "seq_len": spec.gpt.seq_length,
-            "local_batch_size": local,
-            "global_batch_size": local * replicas,
-            "max_norm": spec.run.clip_norm or 0.0,
-        },
-        "parallelism": parallelism,
-        "activation_checkpoint": {"mode": spec.memory.recompute},
-    }
-    lines = []
-    for name, section in sections.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items()), ""]
-    return "\n".join(lines)
-
-
-def _module(name: str) -> str:
-    prefix, _, number = name.partition(".")
-    return f"layers.{number}" if prefix == "layer" else _MODULES.get(name, name)
 
 
 def paddle_arguments(spec: PlanSpec) -> str:
@@ -141,8 +95,7 @@ def launch_of(spec: PlanSpec, framework: str, name: str) -> Launch:
     if framework == "megatron":
         launch = Launch("megatron", {f"{name}.sh": megatron_script(spec)})
     elif framework == "torch":
-        config = json.dumps(model_config(spec), indent=2) + "\n"
-        launch = Launch("torchtitan", {f"{name}.toml": torchtitan_job(spec), f"{name}.config.json": config})
+        raise NoArgumentsError("`pipeproof.torch.Pipeline` trains by the plan itself")
     else:
         launch = Launch("paddleformers", {f"{name}.args.yaml": paddle_arguments(spec)})
     differing = [*differences(spec, imported_again(launch, spec.topology.num_ranks))]
@@ -162,9 +115,8 @@ def imported_again(launch: Launch, world_size: int) -> PlanSpec:
         for name, text in launch.files.items():
             paths.append(Path(folder) / name)
             paths[-1].write_text(text, encoding="utf-8")
-        config = next((path for path in paths if path.name.endswith(".config.json")), None)
         try:
-            return load_imported(import_files(launch.kind, paths[:1], Flags({}, config, world_size))).spec
+            return load_imported(import_files(launch.kind, paths[:1], Flags(world_size=world_size))).spec
         except BadPlanError as error:
             raise NoArgumentsError(f"{launch.kind} refuses it: {error.findings[0].message}") from error
 

@@ -20,8 +20,6 @@ from pipeproof.specs.load_plan import plan_from_dict
 from tests.tune.models import LARGE_EXPERTS, to_tune
 
 WITHOUT = {
-    ("torch", "deepseekv3"): "mtp",
-    ("torch", "kimi_k2"): "sigmoid",
     ("paddle", "deepseekv3"): "sigmoid",
     ("paddle", "kimi_k2"): "sigmoid",
 }
@@ -41,7 +39,7 @@ def plans(name, framework, number=8):
             yield plan_from_dict(plan_data(base, found, layout, None if even_stages(stages) else stages)).spec
 
 
-@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+@pytest.mark.parametrize("framework", ["megatron", "paddle"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_importing_the_arguments_gives_the_plan(name, framework):
     for spec in plans(name, framework):

@@ -12,18 +12,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from pipeproof.diagnostics.problems import describe_value
-from pipeproof.interop.importers.draft import MAX_LAYERS, Draft, count, stages_of
-from pipeproof.interop.importers.import_codes import REFUSED, one_file
+from pipeproof.diagnostics.finding import Location, RuleDoc
+from pipeproof.diagnostics.problems import KeyPath, describe_value, listed, nearest_name
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.importers.draft import MAX_LAYERS, MAX_NUMBER, Draft, count, misspelt, stages_of
+from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import assume_model
-from pipeproof.interop.importers.settings import Settings
-from pipeproof.interop.importers.torch_pipelining import known_schedules, module_named, schedule_named
-from pipeproof.interop.importers.tree import Tree, read_toml
+from pipeproof.interop.importers.tree import Placed, Tree, Unknown, read_toml
 
+_SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
+    {
+        "1F1B": ("1f1b", 1),
+        "GPipe": ("gpipe", 1),
+        "Interleaved1F1B": ("interleaved", 2),
+        "LoopedBFS": ("looped_bfs", 2),
+        "InterleavedZeroBubble": ("interleaved_zb", 2),
+        "ZBVZeroBubble": ("zb_v", 2),
+        "DualPipeV": ("dualpipe_v", 2),
+    }
+)
+"""PyTorch's names, ours, and the default number of stages of a rank."""
+
+
+_MODULE_NAMES: Final = MappingProxyType(
+    {"tok_embeddings": "embed", "norm": "norm", "output": "head", "lm_head": "head"}
+)
 TOKENS: Final = "num_tokens_per_microbatch_per_dp_rank"
 _MODULES: Final = "module_fqns_per_model_part"
 _PARALLELISM: Final = ("parallelism", "experimental", "training")
@@ -74,14 +91,88 @@ def import_sections(tree: Tree, flags: Flags) -> Imported:
     Raises:
         PlanFileError: PP170 if a value cannot be read, PP171 if torchtitan refuses the settings.
     """
-    job = _Job("torchtitan", tree, Draft("torchtitan", flags))
+    job = _Job(tree, Draft("torchtitan", flags))
     job.read()
     return job.draft.imported(tree.source.file, tree.source.lines)
 
 
-class _Job(Settings):
+_Default = TypeVar("_Default", int, None, int | None)
+
+
+class _Job:
+    """The values of a configuration, and the draft of a plan that they set."""
+
+    def __init__(self, tree: Tree, draft: Draft) -> None:
+        self.tree, self.draft = tree, draft
+
+    def placed(self, *path: str) -> Placed | None:
+        """Return a value; None without one, or for null.
+
+        Raises:
+            PlanFileError: PP170, only a run determines it.
+        """
+        placed = self.tree.get(*path)
+        if placed is None or placed.value is None:
+            return None
+        if isinstance(placed.value, Unknown):
+            raise self.refused(f"`{'.'.join(path)}` is {placed.value.why}", *path)
+        return placed
+
+    def value(self, *path: str, default: Any = None) -> Any:
+        """Return a value without its location; ``default`` without one."""
+        placed = self.placed(*path)
+        return default if placed is None else placed.value
+
+    def number(self, *path: str, default: _Default, at_least: int = 1) -> int | _Default:
+        """Return an integer; ``default`` without a value.
+
+        Raises:
+            PlanFileError: PP170, it is no integer from ``at_least`` to the most that a plan can have.
+        """
+        placed = self.placed(*path)
+        if placed is None:
+            return default
+        if type(placed.value) is not int or not at_least <= placed.value <= MAX_NUMBER:
+            found = describe_value(placed.value)
+            raise self.refused(f"`{'.'.join(path)}` needs an integer of at least {at_least}, found {found}", *path)
+        return placed.value
+
+    def location(self, *path: str) -> Location:
+        """Return the location of a key, else of the nearest section around it."""
+        placed = self.tree.get(*path)
+        return self.tree.source.locate(path, key=True) if placed is None else placed.location
+
+    def take(self, path: tuple[str, ...], key: KeyPath, value: object) -> None:
+        """Set a plan key from the value at a path, or from its default."""
+        placed = self.placed(*path)
+        self.draft.set(key, value, ".".join(path), None if placed is None else placed.location)
+
+    def refused(self, message: str, *path: str, help: str | None = None, code: RuleDoc = UNREADABLE) -> PlanFileError:
+        """Return the error for a value."""
+        return PlanFileError(code.finding(message, self.location(*path), help), source=self.tree.source)
+
+    def refused_by_tool(self, message: str, *path: str, help: str | None = None) -> PlanFileError:
+        """Return the error for settings that the trainer itself refuses (PP171)."""
+        return self.refused(f"torchtitan refuses this: {message}", *path, help=help, code=REFUSED)
+
+    def _require_known(self) -> None:
+        """Refuse misspelt keys, whose default would be of another job, and a file without any that is known."""
+        for section, names in _KEYS.items():
+            for name in self.tree.names(section):
+                near = None if name in names else misspelt(name, sorted(names))
+                if near is not None:
+                    shown = f"{section}.{name}" if section else name
+                    path = (section, name) if section else (name,)
+                    raise self.refused(f"`{shown}` is no key of torchtitan", *path, help=f"did you mean `{near}`?")
+        if not _KEYS[""].intersection(self.tree.names()):
+            raise self.refused(
+                "no key here is one of torchtitan that a plan needs",
+                help="give the configuration of torchtitan, or the kind of file that this is: "
+                "`pipeproof import plan --help` lists the kinds",
+            )
+
     def read(self) -> None:
-        self.require_known(_KEYS)
+        self._require_known()
         pp = self._degree("pipeline_parallel_degree", "pp")
         tp = self._degree("tensor_parallel_degree", "tp")
         self._degree("context_parallel_degree", "cp")
@@ -155,10 +246,12 @@ class _Job(Settings):
         if path:
             self._take("pipeline_parallel_schedule_csv", ("schedule", "kind"), "file")
             self._take("pipeline_parallel_schedule_csv", ("schedule", "path"), str(Path(path).resolve()))
-        schedule = schedule_named(given)
+        known = {pytorch.lower(): found for pytorch, found in _SCHEDULES.items()}  # PyTorch ignores the case
+        schedule = known.get(given.lower())
         if schedule is None and not path:
-            message = f"`{given}` is no schedule of PyTorch"
-            raise self.refused(message, *self._path(name), help=known_schedules(given))
+            near = nearest_name(given, _SCHEDULES)
+            fix = f"did you mean {near}?" if near else f"known are {listed(list(_SCHEDULES), 'and')}"
+            raise self.refused(f"`{given}` is no schedule of PyTorch", *self._path(name), help=fix)
         kind, chunks = schedule or ("file", 1 if given.lower() == "pipelineschedulesingle" else 2)
         if pp == 1:
             kind, chunks = "1f1b", 1
@@ -231,7 +324,8 @@ class _Job(Settings):
     def _named(self, part: Any) -> list[str]:
         names = []
         for module in part if isinstance(part, list) else [part]:
-            name = module_named(str(module), "tok_embeddings")
+            kind, _, number = str(module).partition(".")
+            name = f"layer.{number}" if kind == "layers" and number.isdecimal() else _MODULE_NAMES.get(str(module))
             if name is None:
                 message = f"`{module}` is none of tok_embeddings, layers.N, norm and output"
                 raise self.refused(message, *self._path(_MODULES), help="other modules are not described")
