@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeproof.cli.console import echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
+from pipeproof.cli.console import console_for, echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
 from pipeproof.cli.option_types import PLACE, is_plan, set_option
 from pipeproof.cli.progress import showing_progress
 from pipeproof.diagnostics.finding import Finding, Severity
@@ -24,22 +27,10 @@ if TYPE_CHECKING:
     from pipeproof.comm.op_graph import LoweredPlan
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.state.checkpoint import Checkpoint
+    from pipeproof.state.reshard.execute_reshard import ReshardResult
     from pipeproof.state.reshard.reshard_targets import ReshardTask
     from pipeproof.state.reshard.shard_layout import ShardLayout
     from pipeproof.state.tensor_map import StateMap
-
-
-import json
-import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from pipeproof.cli.console import console_for
-
-if TYPE_CHECKING:
-    from pipeproof.state.reshard.execute_reshard import ReshardResult
-    from pipeproof.state.reshard.shard_layout import ShardLayout
 
 
 FILE = ".safetensors"
@@ -175,6 +166,7 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
 
 
 def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
+    from pipeproof.diagnostics.units import size_text
     from pipeproof.signals import TerminatedError, terminate_raises
     from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint, require_crcs
     from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path
@@ -205,8 +197,8 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
         echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
     started = time.monotonic()
     try:
-        with terminate_raises(), showing_copy() as on_progress:
-            result = execute_reshard(source, task, options.out, on_progress, options.jobs)
+        with terminate_raises(), showing_progress("copying", count=size_text) as show:
+            result = execute_reshard(source, task, options.out, partial(show, "copying"), options.jobs)
     except TerminatedError as error:
         echo(f"{error}: nothing was written", err=True)
         sys.exit(128 + error.signum)
@@ -371,12 +363,8 @@ def _with_digest(path: Path, settings: Mapping[KeyPath, object]) -> tuple[Lowere
 # --- Output: findings of the proof, progress, and the result ---
 
 
-_LINE_EVERY_S = 10.0
-"""Interval of progress lines without a terminal."""
 _LARGE = 100_000_000
 """Fewest bytes for which the speed is shown."""
-OnProgress = Callable[[int, int], None]
-"""Called with the number of written bytes, and the number of all bytes."""
 
 
 @dataclass(frozen=True)
@@ -438,26 +426,6 @@ def show_outcome(
             echo(f"MD5 of {tensors}: {md5} in {outcome.source.name}, {md5} in {out}: equal")
         if plan is not None:
             click.echo(f"resume: {shlex.join(['pipeproof', 'run', str(plan), '--resume', str(out)])}")
-
-
-@contextmanager
-def showing_copy() -> Iterator[OnProgress]:
-    """Show progress in bytes on standard error: a bar, or now and then a line if that is not a terminal."""
-    from pipeproof.diagnostics.units import size_text
-
-    if sys.stderr is None or not sys.stderr.isatty():  # it may have been closed
-        last = time.monotonic()
-
-        def line(done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= _LINE_EVERY_S:
-                last = time.monotonic()
-                echo(f"{size_text(done)} of {size_text(total)}", err=True)
-
-        yield line
-        return
-    with showing_progress("copying", count=size_text) as show:
-        yield lambda done, total: show("copying", done, total)
 
 
 def _num_parts(side: ShardLayout) -> int:

@@ -2,7 +2,7 @@
 
 All names here are stable, and imported at first use::
 
-    from pipeproof.testing import assert_plan_sound, assert_same_gradients, deliver
+    from pipeproof.testing import assert_plan_sound, deliver
 
 Other modules: ``probes`` and ``endpoint_protocol`` for backends.
 """
@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeproof.comm.backends import backend_table
     from pipeproof.comm.channel_models import MODELS, ChannelModel, declared_model
-    from pipeproof.testing.assertions import assert_plan_sound, assert_same_gradients
+    from pipeproof.testing.assertions import assert_plan_sound
     from pipeproof.testing.delivery import deliver
 
 __all__ = [
     "MODELS",
     "ChannelModel",
     "assert_plan_sound",
-    "assert_same_gradients",
     "backend_table",
     "declared_model",
     "deliver",
@@ -32,7 +31,6 @@ _HOMES = {
     "MODELS": "comm.channel_models",
     "ChannelModel": "comm.channel_models",
     "assert_plan_sound": "testing.assertions",
-    "assert_same_gradients": "testing.assertions",
     "backend_table": "comm.backends",
     "declared_model": "comm.channel_models",
     "deliver": "testing.delivery",

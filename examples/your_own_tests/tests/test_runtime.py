@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from runtime import train_step
 
 from pipeproof import check_program
-from pipeproof.testing import assert_same_gradients, backend_table
+from pipeproof.testing import backend_table
 
 WIDTH = 3
 
@@ -46,10 +46,6 @@ def reference(num_stages, num_batches):
     return gradients
 
 
-def by_name(gradients):
-    return {f"stage {stage}": gradient for stage, gradient in enumerate(gradients)}
-
-
 sizes = given(st.integers(1, 4), st.integers(1, 6))
 
 
@@ -57,7 +53,7 @@ sizes = given(st.integers(1, 4), st.integers(1, 6))
 @sizes
 def test_gradients_are_those_of_one_process(num_stages, num_batches):
     gradients, _ = recorded.run(num_stages, program(num_stages, num_batches))
-    assert_same_gradients(by_name(gradients), by_name(reference(num_stages, num_batches)))
+    assert [one.tobytes() for one in gradients] == [one.tobytes() for one in reference(num_stages, num_batches)]
 
 
 @pytest.mark.parametrize("backend", [("paddle", "cpu"), ("paddle", "gpu"), ("torch", "cpu"), ("torch", "gpu")])

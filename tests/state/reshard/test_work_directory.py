@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from pipeproof.cli import reshard_command as reshard_shown
+from pipeproof.cli import progress
 from pipeproof.signals import TerminatedError
 from pipeproof.state.reshard import copy_regions as moving
 from tests.state.reshard.plans import DENSE, files_of, reshard, state_of, write_plan
@@ -111,7 +111,7 @@ def test_a_changed_source_ends_it_without_output(job):
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(job, monkeypatch):
     source, plan, _, made = job
-    monkeypatch.setattr(reshard_shown, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_S", 0.0)
     assert " KiB of " in reshard(source, plan, "-o", made)
 
 
