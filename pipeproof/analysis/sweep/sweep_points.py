@@ -8,17 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Final, Literal, get_origin
-
-from pydantic import BaseModel
+from typing import Any, Final, Literal
 
 from pipeproof.diagnostics.finding import Finding, Severity
-from pipeproof.diagnostics.problems import describe_value, nearest_name
+from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.cost import CostSource, cost_source, placeholder_note
 from pipeproof.specs.exact_times import TIME_KEYS
-from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.section import sections_in
+from pipeproof.specs.load_plan import plan_from_dict
 
 Settings = Mapping[str, Any]
 """Dotted plan keys with the values that a point gives them."""
@@ -107,7 +104,17 @@ def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, 
         laid = laid_over(plan, settings)
         point = Point(settings, laid, digest_of(laid)[:16])
         points.setdefault(point.id, point)
+    _require_known_keys(next(iter(points.values())).plan)
     return Sweep(plan_file, tuple(values), tuple(points.values()))
+
+
+def _require_known_keys(plan: Mapping[str, Any]) -> None:
+    """Refuse a plan with an unknown key, which every point would report; other errors are results of points."""
+    try:
+        plan_from_dict(plan)
+    except PlanFileError as error:
+        if unknown := [finding for finding in error.findings if finding.code == "PP102"]:
+            raise PlanFileError(*unknown) from None
 
 
 def laid_over(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -161,13 +168,8 @@ def _num_stages(point: Point) -> tuple[object, object]:
 
 
 def _findings(values: Mapping[str, Sequence[Any]]) -> Iterator[Finding]:
-    """Errors of the values, so that a misspelt key is reported once and not by every point."""
+    """Errors of the values, reported once and not by every point."""
     for key, items in values.items():
-        wrong = unknown_part(key)
-        if wrong is not None:
-            near = near_key(key)
-            fix = f"did you mean `{near}`?" if near else "keys are those of a plan file, such as `schedule.kind`"
-            yield Finding("PP102", Severity.ERROR, f"a plan has no key `{wrong}`", help=fix)
         if not items:
             yield Finding("PP105", Severity.ERROR, f"`{key}` must have at least one value, found an empty list")
         for value in items:
@@ -180,32 +182,3 @@ def _findings(values: Mapping[str, Sequence[Any]]) -> Iterator[Finding]:
     if num_points > MAX_POINTS:
         message = f"the sweep has {num_points} points, and at most {MAX_POINTS} are taken"
         yield Finding("PP106", Severity.ERROR, message, help="give fewer values, or make several sweeps")
-
-
-def unknown_part(key: str) -> str | None:
-    """The part of ``schedule.kind`` and the like, from its beginning, that no plan has; None if all is known."""
-    sections: tuple[type[BaseModel], ...] = (PlanSpec,)
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
-        if not fields:
-            return ".".join(parts[: depth + 1])
-        sections = tuple(section for field in fields for section in _sections_in(field.annotation))
-    return None
-
-
-def near_key(key: str) -> str | None:
-    """The known dotted key that was probably meant."""
-    known = [
-        f"{section}.{name}"
-        for section, field in PlanSpec.model_fields.items()
-        for model in _sections_in(field.annotation)
-        for name in model.model_fields
-    ]
-    last = key.rpartition(".")[2]
-    return nearest_name(key, known) or next((other for other in known if other.endswith(f".{last}")), None)
-
-
-def _sections_in(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """The sections that a key may hold; none for a plain value, and for a list, which is set as a whole."""
-    return () if get_origin(annotation) is tuple else sections_in(annotation)
