@@ -114,7 +114,7 @@ def chunked(plan, **sections):
     return plan("chunked.json", model=MODEL, schedule=schedule, **sections)
 
 
-def test_placeholders_of_plans_with_other_stages_are_per_layer(plan, tmp_path):
+def test_placeholders_of_plans_with_other_stages_are_per_layer(plan):
     """1F1B and interleaved 1F1B have the same work; per stage, the second would have twice as much."""
     a, b = plan(model=MODEL), chunked(plan)
     text = invoke("compare", a, b)
@@ -122,9 +122,6 @@ def test_placeholders_of_plans_with_other_stages_are_per_layer(plan, tmp_path):
     assert "costs are per layer, as in A: A has 2 stages, B 4" in text
     comparison = json.loads(invoke("compare", a, b, "--format", "json"))
     assert comparison["costs"] == "costs are per layer, as in A: A has 2 stages, B 4"
-    page = tmp_path / "page.html"
-    invoke("compare", a, b, "-o", page)
-    assert f"proportions only; {comparison['costs']})" in page.read_text()
     assert comparison["costs"] in repr(pp.compare(a, b))
     assert comparison["a"]["cost_source"] == comparison["b"]["cost_source"] == "placeholder"
     forward = next(kind for kind in comparison["kinds"] if kind["kind"] == "F")

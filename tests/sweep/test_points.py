@@ -57,7 +57,7 @@ def test_what_is_set_is_laid_over_the_plan():
     [
         ({"topology.pp": []}, "PP105", "an empty list", None),
         ({"topologie.pp": [2]}, "PP102", "no key `topologie`", "`topology`"),
-        ({"schedule.knd": ["gpipe"]}, "PP102", "no key `schedule.knd`", "`schedule.kind`"),
+        ({"schedule.knd": ["gpipe"]}, "PP102", "no key `knd`", "`kind`"),
         ({"num_chunks": [2]}, "PP102", "no key `num_chunks`", "`schedule.num_chunks`"),
         ({"cost.forward_us": [float("inf")]}, "PP106", "finite", None),
         ({"topology.pp": range(1000), "topology.tp": range(101)}, "PP106", "101000 points", "fewer values"),
