@@ -9,9 +9,13 @@ from enum import Enum
 from fractions import Fraction
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeproof.atomic_write import write_output
+from pipeproof.diagnostics.install_command import install_package
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Records = list[dict[str, Any]]
 
@@ -28,9 +32,9 @@ _EXACT = "_exact"
 class Result:
     """A result of a function of ``pipeproof``.
 
-    ``to_dict`` has all of it; ``to_records`` one of its ``tables`` (the first without a name). Numbers are floats, or
-    with ``exact`` the fractions that were computed. ``save`` writes a page (``.html``) or JSON. In a notebook, the last
-    expression of a cell shows the result.
+    ``to_dict`` has all of it; ``to_records`` and ``to_pandas`` one of its ``tables`` (the first without a name).
+    Numbers are floats, or with ``exact`` the fractions that were computed. ``save`` writes a page (``.html``) or JSON.
+    In a notebook, the last expression of a cell shows the result.
     """
 
     def _dict(self) -> dict[str, Any]:
@@ -67,6 +71,21 @@ class Result:
             raise ValueError(f"there is no table {name!r}; there are {', '.join(tables)}")
         rows: Records = plain_data(tables[name], exact=exact)
         return rows
+
+    def to_pandas(self, table: str | None = None) -> pd.DataFrame:
+        """Return a table as a data frame of pandas.
+
+        Raises:
+            ImportError: pandas is not installed.
+            ValueError: there is no such table.
+        """
+        records = self.to_records(table)
+        try:
+            import pandas as pd
+        except ImportError as error:
+            message = f"to_pandas needs pandas ({install_package('pandas')}); to_records returns the same rows as dicts"
+            raise ImportError(message) from error
+        return pd.DataFrame(records)
 
     def to_html(self) -> str:
         """Return the result as one page, which loads nothing from elsewhere."""

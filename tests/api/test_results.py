@@ -1,8 +1,10 @@
 """Results of the functions of ``pipeproof``: what they take, numbers, records, files, and notebooks."""
 
 import json
+import sys
 from fractions import Fraction
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
@@ -195,3 +197,12 @@ def test_a_large_timeline_is_a_sentence_and_the_page_is_a_file(monkeypatch):
 
 def test_dir_lists_the_functions():
     assert {name.split()[0] for name in FUNCTIONS} <= set(dir(pp))
+
+
+def test_a_data_frame_has_the_records(monkeypatch):
+    step = pp.simulate(plan_dict())
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=tuple))
+    assert step.to_pandas("ops") == tuple(step.to_records("ops"))
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        step.to_pandas()
