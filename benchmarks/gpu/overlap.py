@@ -34,13 +34,13 @@ import torch
 import torch.distributed as dist
 from measure import forget, leave
 from our_step import start
+from pipeproof.exec.measure.limits_report import LimitsReport
 from sizes import Size
 from timed_rank import OurRank
 
 from pipeproof.cli.timeline_option import write_timeline
 from pipeproof.comm.lower import lower
 from pipeproof.exec.launch.run_report import measured_timeline
-from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.op_log import LogEntry

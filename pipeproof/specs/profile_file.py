@@ -163,64 +163,6 @@ class Host(_Part):
     )
 
 
-class ProductPeak(_Part):
-    """Measured peak of the matrix products on the device of one rank."""
-
-    rank: int = Field(ge=0, description="Global rank.")
-    dtype: str = Field(description="Type of the elements.")
-    tflops: _Rate = Field(description="TFLOP/s of a large square product, with the threads of the run.")
-
-
-class StageLimits(_Part):
-    """Division of a step on one rank, as means; the times of all stages of a rank add up to `step_us`."""
-
-    rank: int = Field(ge=0, description="Global rank.")
-    pp: int = Field(ge=0, description="Pipeline rank.")
-    stage: int = Field(ge=0, description="Global stage.")
-    computation_us: _Time = Field(description="In F, B, I and W, without the collectives inside.")
-    messages_us: _Time = Field(description="Exposed: a wait for a message, posted at both ends and under way.")
-    collectives_us: _Time = Field(description="Exposed: a collective, from the arrival of the last member.")
-    bubble_us: _Time = Field(
-        description="The other end of a message is not posted, the last member of a collective has not come, or the "
-        "step ends on other ranks."
-    )
-    launch_bound_us: _Time = Field(
-        description="The host is late: between operations, and in a wait after the end of its transfer."
-    )
-    update_us: _Time = Field(
-        description="The optimizer, reductions and gathers of weights without their collectives, slices."
-    )
-    flops: _Rate | None = Field(
-        description="FLOPs of the products and the attention of a step, forward and backward; null if not known."
-    )
-    tflops: _Rate | None = Field(description="Achieved TFLOP/s: `flops` in `computation_us`.")
-    share_of_peak: _Rate | None = Field(description="`tflops` over the measured peak of the rank's products.")
-
-
-LossCause = Literal["bubble", "messages", "collectives", "launch_bound", "update", "imbalance", "below_peak"]
-"""A part of a step that is not computation, computation above the mean of the ranks, or below the products' peak."""
-
-
-class LargestLoss(_Part):
-    """The largest loss of the slowest rank: the one with the shortest bubble."""
-
-    rank: int = Field(ge=0, description="Global rank.")
-    cause: LossCause = Field(
-        description="A part of the step; imbalance: computation above the mean of all ranks; below_peak: time that the "
-        "computation would save at the measured peak of the products."
-    )
-    us: _Time = Field(description="The loss in a step.")
-
-
-class StepLimits(_Part):
-    """The limits of a step: its time by what it is spent on, and the achieved rates."""
-
-    step_us: _Time = Field(description="From the first computation to the last end over all ranks, the mean of steps.")
-    stages: _Listed[StageLimits] = Field(description="By rank and stage.")
-    peaks: _Listed[ProductPeak] = Field(description="By rank; none if they were not measured.")
-    largest_loss: LargestLoss | None = Field(description="Null if there is none.")
-
-
 TraceFormat = Literal["kineto"]
 """A source of times other than our own measurement."""
 
@@ -269,9 +211,6 @@ class Profile(_Part):
     host: Host
     clock: ClockOfTimes = Field(default=HOST_CLOCK)
     memory: _Listed[DeviceMemory] = Field(default=(), description="By rank; none for runs on CPUs.")
-    limits: StepLimits | None = Field(
-        default=None, description="The division of a step; null in profiles of releases that did not divide it."
-    )
     source: ProfileSource | None = Field(
         default=None,
         description="The traces that the profile was made from; null for our own measurements. With it, the "

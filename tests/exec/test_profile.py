@@ -294,8 +294,6 @@ def test_a_run_writes_a_profile_that_its_plan_can_be_simulated_and_run_with(tmp_
     ).end()
     assert ended.status == 0, ended.output
     assert "profile of 2 of 3 steps" in ended.output
-    assert "measured peak of products" in ended.output
-    assert ended.report["limits"]["step_us"] > 0
     assert f"timeline written to {files['page.html']}" in ended.output
     assert "measured" in files["page.html"].read_text()
     profile = read_profile(files["profile.json"])

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import pytest
 
-from pipeproof.exec.measure.limits_report import LimitsReport, TimePart
 from pipeproof.exec.rank.job_files import load_json, save_json
 from pipeproof.exec.rank.op_log import HOST_QUEUE, HostClock, LogEntry, Timing
 from pipeproof.schedule.op_table import Channel
@@ -249,15 +248,6 @@ def test_a_run_over_gloo_writes_a_profile_with_both_parts_of_backwards(tmp_path)
     assert ended.report["clock"] == "host"
     require_fit("run", ended.report)
     profile = read_profile(path)
-    assert str(LimitsReport(profile)) in ended.output
-    assert "measured peak of products" in ended.output
-    assert ended.report["limits"] == profile.to_json()["limits"]
-    assert [(each.rank, each.stage, each.share_of_peak > 0) for each in profile.limits.stages] == [
-        (0, 0, True), (1, 1, True),
-    ]  # fmt: skip
-    for each in profile.limits.stages:
-        assert each.computation_us > 0
-        assert sum(getattr(each, f"{part}_us") for part in TimePart) == pytest.approx(profile.limits.step_us)
     assert profile.machine.framework.startswith("torch ")
     assert (profile.plan.backend, profile.clock.name, profile.machine.devices, profile.memory) == (
         "torch", "host", (), (),

@@ -10,7 +10,6 @@ import yaml
 
 from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.loss_pairs import Tolerance
-from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.interop.traces.check_traces import check_log
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import load_plan
@@ -25,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_pipeline_is_compared_recorded_and_profiled(tmp_path):
-    done = run("measurements.py", 2, tmp_path)
+    run("measurements.py", 2, tmp_path)
     loaded = load_plan(tmp_path / "plan.yaml")
     assert not check(loaded).errors
     report = check_log(tmp_path / "record" / "messages", plan=loaded)
@@ -44,16 +43,8 @@ def test_a_pipeline_is_compared_recorded_and_profiled(tmp_path):
     assert all(layer.activation_bytes for layer in loaded.spec.custom.layers)
 
     profile = read_profile(tmp_path / "profile.json")
-    assert str(LimitsReport(profile)) in done.stdout
-    limits = profile.limits
-    assert [(each.rank, each.stage) for each in limits.stages] == [(0, 0), (0, 3), (1, 1), (1, 2)]
-    products, tokens, num_micro_batches = 3, 8, 4  # F, I and W of two matrices
-    assert {each.flops for each in limits.stages} == {2 * products * 2 * tokens * 16 * 32 * num_micro_batches}
-    assert [(peak.rank, peak.dtype) for peak in limits.peaks] == [(0, "float32"), (1, "float32")]
-    for rank in (0, 1):
-        parts = ("computation", "messages", "collectives", "bubble", "launch_bound", "update")
-        own = [getattr(each, f"{part}_us") for each in limits.stages if each.rank == rank for part in parts]
-        assert sum(own) == pytest.approx(limits.step_us)
+    assert [stage.stage for stage in profile.stages] == [0, 1, 2, 3]
+    assert profile.bare_messages
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from pipeproof.exec.compare.step_losses import main_loss, module_losses
 from pipeproof.exec.launch.run_plan import NotVerifiedError, Progress, run, status_of
 from pipeproof.exec.launch.run_report import LogClock, RunReport
 from pipeproof.exec.launch.supervisor import JobEndedError
-from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
 from pipeproof.exec.rank.gpu_assignment import shared_gpus_text
 from pipeproof.exec.rank.job_files import RecordOptions, RunOptions, end_process
@@ -34,7 +33,7 @@ from pipeproof.sim.timeline import Timeline
 from pipeproof.specs.profile_file import Profile
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check_plan import Report
-from pipeproof.views.tables import print_lines, print_table
+from pipeproof.views.tables import print_table
 
 
 def run_command(
@@ -99,7 +98,6 @@ def _show_run(
         write_json(report_file, result.to_json())
     if profile_file is not None and result.profile is not None:
         write_json(profile_file, result.profile.to_json())
-        print_lines(LimitsReport(result.profile).lines(), console)
         console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
     elif profile_file is not None:
         console.print("no profile was written: the executed log differs from the graph", soft_wrap=True)

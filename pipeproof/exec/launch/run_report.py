@@ -188,7 +188,6 @@ class RunReport:
             ],
             "gradients": [_finite(gradient.to_json()) for gradient in self.gradients],
             "findings": [finding_to_json(finding) for finding in self.findings],
-            **({} if self.profile is None else {"limits": self.profile.to_json()["limits"]}),
             **self._graphs_to_json(),
             "timeline": [
                 {

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from pipeproof.comm.op_graph import LoweredPlan
@@ -26,7 +25,6 @@ from pipeproof.exec.rank.failures import event_of
 from pipeproof.exec.rank.framework_choice import (
     capture_graphs,
     paddle_writer,
-    peak_of_products,
     start_framework,
     start_progress,
     start_replays,
@@ -108,7 +106,6 @@ class _RankSteps:
         without = options.profile or run.replay or not framework.has_values
         self._progress = None if without else start_progress(run)
         self._replayed: ReplayedSteps | None = None
-        self._peak_flops = 0.0
         self._log = LogWriter(job.rank_file(rank, "log"))
 
     def run(self) -> None:
@@ -135,8 +132,7 @@ class _RankSteps:
         job, run = self._job, self._plan.spec.run
         self._timed_world.channels.close()
         if job.options.profile:
-            timing = replace(timing_of(run, self._clock), peak_flops=self._peak_flops, peak_dtype=run.dtype)
-            save_json(job.rank_file(self._rank, "timing"), timing, Timing)
+            save_json(job.rank_file(self._rank, "timing"), timing_of(run, self._clock), Timing)
         self._log.finish()
         self._emit("finished")
 
@@ -193,8 +189,6 @@ class _RankSteps:
 
     def _time_idle_messages(self) -> None:
         run, arrays = self._plan.spec.run, self._framework.arrays
-        self._report_phase("timing products")
-        self._peak_flops = peak_of_products(run, arrays)
         self._report_phase("timing idle messages")
         times = time_idle_messages(self._world, arrays, self._plan.graph, on_device=run.device == "gpu")
         save_json(self._job.rank_file(self._rank, "bare"), times, list[IdleMessageEnd])

@@ -16,18 +16,10 @@ from typing import get_args
 
 from pipeproof.cost.measured_profile import measured_sections
 from pipeproof.exec.measure.installed_backends import installed_version
-from pipeproof.exec.measure.limits_report import (
-    DividedStep,
-    collective_calls,
-    divided_step,
-    is_child,
-    planned_flops,
-    step_limits,
-)
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, op_ids_of
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
-from pipeproof.schedule.ops import GATHER_KINDS, PART_KINDS, Op, OpKind
+from pipeproof.schedule.ops import CHILD_KINDS, GATHER_KINDS, PART_KINDS, Op, OpKind
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.profile_file import (
     ClockOfTimes,
@@ -58,13 +50,11 @@ def measured_profile(
     idle_messages: Mapping[int, Sequence[IdleMessageEnd]],
     threads: int,
     timings: Mapping[int, Timing] = MappingProxyType({}),
-    flops: Mapping[tuple[int, int], int] | None = None,
 ) -> Profile:
     """Return the profile of a run from the ranks' logs; the first step is left out if there are others.
 
     ``logs`` are by rank and match the graph; ``idle_messages`` has each rank's ends of the idle messages; ``threads``
-    is the number per process; ``timings`` has each rank's clock, which is that of the host by default. ``flops`` are
-    counted ones of a step by rank and stage; by default they are those of the plan's model.
+    is the number per process; ``timings`` has each rank's clock, which is that of the host by default.
     """
     plan, graph = subject.plan, subject.graph
     all_steps = sorted({entry.step for entries in logs.values() for entry in entries})
@@ -88,12 +78,6 @@ def measured_profile(
             DeviceMemory(rank=rank, allocated_bytes=timing.allocated_bytes, reserved_bytes=timing.reserved_bytes)
             for rank, timing in sorted(timings.items())
             if timing.device
-        ),
-        limits=step_limits(
-            subject,
-            [step.divided() for step in steps],
-            timings,
-            planned_flops(subject) if flops is None else flops,
         ),
     )
 
@@ -137,7 +121,7 @@ class _MeasuredStep:
             parts: dict[Op, dict[OpKind, int]] = defaultdict(lambda: defaultdict(int))
             for op_id in op_ids:
                 op = self._graph.ops[op_id]
-                if is_child(op):
+                if _is_child(op):
                     inside[str(op.target)].append(self._entries[op_id])
                 elif op.kind in PART_KINDS and op.target is not None:
                     parts[op.target][op.kind] += _duration(self._entries[op_id])
@@ -159,7 +143,12 @@ class _MeasuredStep:
 
     def collectives(self) -> Iterator[tuple[tuple[str, int, int], int]]:
         """Yield ((kind, members, bytes per member), nanoseconds from the last arrival to the end) of each member."""
-        for (group, _), members in collective_calls(self._graph, self._entries).items():
+        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for op_id in self._entries:
+            group = int(self._graph.group[op_id])
+            if group != NONE:
+                calls[group, int(self._graph.position[op_id])].append(op_id)
+        for (group, _), members in calls.items():
             kind = self._graph.ops[members[0]].kind
             name = str(OpKind.ALL_GATHER if kind in GATHER_KINDS else kind)
             entries = [self._entries[op_id] for op_id in members]
@@ -171,7 +160,7 @@ class _MeasuredStep:
     def gaps(self) -> Iterator[int]:
         """Yield the nanoseconds between consecutive operations of a host."""
         for op_ids in self._hosts:
-            walk = [op_id for op_id in op_ids if not is_child(self._graph.ops[op_id])]
+            walk = [op_id for op_id in op_ids if not _is_child(self._graph.ops[op_id])]
             for before, after in pairwise(walk):
                 if self._graph.ops[after].kind not in PART_KINDS:  # a part may wait for a collective
                     yield self._entries[after].start_ns - self._entries[before].end_ns
@@ -185,9 +174,10 @@ class _MeasuredStep:
                 if target != NONE and wait.start_ns < self._entries[target].end_ns:
                     yield max(0, wait.end_ns - self._entries[target].end_ns)  # two streams of a GPU see one end
 
-    def divided(self) -> DividedStep:
-        """Divide the time of the ranks by what it is spent on."""
-        return divided_step(self._graph, self._entries, self._hosts)
+
+def _is_child(op: Op) -> bool:
+    """Return True for a collective inside of another operation."""
+    return op.kind in CHILD_KINDS and op.target is not None
 
 
 def _ready_times(entries: Mapping[int, LogEntry], done_ns: Mapping[int, int]) -> dict[int, int]:

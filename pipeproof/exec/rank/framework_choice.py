@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pipeproof.exec.rank.checkpointing import PaddleWriter
 from pipeproof.exec.rank.framework_protocol import Arrays, Framework, RankStage, World
 from pipeproof.exec.rank.gpu_assignment import choose_gpu
-from pipeproof.exec.rank.idle_messages import HostPingClock, PingClock, product_peak
+from pipeproof.exec.rank.idle_messages import HostPingClock, PingClock
 from pipeproof.exec.rank.op_log import Clock, HostClock, Timing
 from pipeproof.exec.rank.step_replay import DeviceProgress, Replays
 from pipeproof.specs.plan_sections import RunSpec
@@ -58,16 +58,6 @@ def timing_of(run: RunSpec, clock: Clock) -> Timing:
 
         return timing_of_torch(clock)
     return Timing()
-
-
-def peak_of_products(run: RunSpec, arrays: Arrays) -> float:
-    """Return the measured FLOP/s of large products in this process, whose framework has been started."""
-    peak = product_peak(arrays, run.dtype)
-    if run.backend == "torch" and run.device == "gpu":
-        from pipeproof.exec.rank.torch.op_timing import free_cached_memory
-
-        free_cached_memory()
-    return peak
 
 
 def start_ping_clock(run: RunSpec, arrays: Arrays) -> PingClock:

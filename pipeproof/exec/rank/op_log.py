@@ -162,8 +162,7 @@ class Timing:
     """Clock of a rank's times, and its accuracy in comparison with other ranks.
 
     ``device`` is the GPU's name; ``allocated_bytes`` and ``reserved_bytes`` are the allocator's peaks in the last step.
-    On a CPU they are empty and 0. ``peak_flops`` is the measured FLOP/s of
-    products of ``peak_dtype``; 0 and empty if they were not measured.
+    On a CPU they are empty and 0.
     """
 
     clock: ClockName = "host"
@@ -171,5 +170,3 @@ class Timing:
     device: str = ""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
-    peak_flops: float = 0.0
-    peak_dtype: str = ""

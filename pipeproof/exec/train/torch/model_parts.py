@@ -176,14 +176,14 @@ def observed(chain: Chain) -> Iterator[None]:
         number = numbers.get(id(module))
         if number is not None:
             called.append(number)
-            marks.append(counter.now())
+            marks.append(counter.total)
             if not number:
                 chain.entry = _form(hidden_of(args, {}))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in numbers:
             if numbers[id(module)] == len(chain.blocks) - 1:
-                marks.append(counter.now())
+                marks.append(counter.total)
             form = BlockOutput.of(output)
             chain.outputs.append(form)
             chain.tensors.append(tuple(map(_form, form.tensors_of(output))))
@@ -199,7 +199,7 @@ def observed(chain: Chain) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-    chain.work = [after - before for before, after in pairwise((*marks, counter.now()))]
+    chain.work = [after - before for before, after in pairwise((*marks, counter.total))]
     if called != list(range(len(chain.blocks))):
         raise NotCutError(f"its forward does not call each block of `{chain.name}` once, in order")
     between = [part.names[0] for part in chain.parts if part.has_weights and part.calls - {0, len(chain.blocks)}]

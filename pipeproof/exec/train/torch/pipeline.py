@@ -38,7 +38,7 @@ from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes
 
 if TYPE_CHECKING:
-    from pipeproof.exec.measure.limits_report import LimitsReport
+    from pipeproof.specs.profile_file import Profile
 
 
 class Pipeline:
@@ -295,21 +295,16 @@ class Pipeline:
 
         return recorded_steps(self._runner, Path(directory))
 
-    def profile(
-        self, file: str | Path, *args: Any, target: Any = None, num_steps: int = 5, **kwargs: Any
-    ) -> LimitsReport:
+    def profile(self, file: str | Path, *args: Any, target: Any = None, num_steps: int = 5, **kwargs: Any) -> Profile:
         """Run some steps with timed operations and messages; write them for ``cost: {profile: FILE}`` of the plan.
 
         ``pipeproof simulate`` then predicts with measured times. Weights, gradients, buffers and random states are left
-        as they are. One more step counts the FLOPs.
-
-        Returns the limits of a step on all ranks; ``print`` shows them as a table.
+        as they are. Returns the profile, on all ranks.
         """
-        from pipeproof.exec.measure.limits_report import LimitsReport
         from pipeproof.exec.train.torch.profile_steps import profile_steps
 
         run = partial(self.step, *args, target=target, **kwargs)
-        return LimitsReport(profile_steps(self._runner, run, Path(file), num_steps))
+        return profile_steps(self._runner, run, Path(file), num_steps)
 
     def close(self) -> None:
         """End the pipeline's thread and its groups.

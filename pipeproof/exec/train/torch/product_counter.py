@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-
-from pipeproof.exec.rank.op_log import LogEntry
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Tensors with values; a ``DTensor`` asks for shapes with others."""
@@ -42,7 +39,7 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 
 
 class ProductCounter(TorchDispatchMode):  # type: ignore[misc]  # without types in PyTorch
-    """Counter of FLOPs, and a ``Clock`` that reads it: the entries of a step have FLOPs in the place of times.
+    """Counter of FLOPs.
 
     It has the formulas of ``torch.utils.flop_counter``, in which attention counts all pairs of positions. A
     recomputation counts. Operations without a formula (kernels of other libraries) count as nothing. Of a ``DTensor``
@@ -51,7 +48,8 @@ class ProductCounter(TorchDispatchMode):  # type: ignore[misc]  # without types 
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_dtype: dict[str, int] = defaultdict(int)
+        self.total = 0
+        """FLOPs so far."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -63,28 +61,11 @@ class ProductCounter(TorchDispatchMode):  # type: ignore[misc]  # without types 
         result = func(*args, **kwargs)
         formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
         if formula is not None and all(kind in _PLAIN for kind in types):
-            dtype = next(value.dtype for value in args if isinstance(value, torch.Tensor))
-            self.by_dtype[str(dtype).removeprefix("torch.")] += formula(*args, **kwargs, out_val=result)
+            self.total += formula(*args, **kwargs, out_val=result)
         return result
-
-    @property
-    def main_dtype(self) -> str | None:
-        """The type with most FLOPs; None if nothing was counted."""
-        return max(self.by_dtype, key=lambda dtype: self.by_dtype[dtype], default=None)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count everything inside of this block; compiled modules run uncompiled in it."""
         with torch.compiler.set_stance("force_eager"), self:
             yield
-
-    def begin(self) -> None:
-        """Do nothing; a method of ``Clock``."""
-
-    def now(self) -> int:
-        """Return the FLOPs so far."""
-        return sum(self.by_dtype.values())
-
-    def timed_entries(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
-        """Return the entries unchanged."""
-        return entries

@@ -22,12 +22,11 @@ from pipeproof.exec.compare.layer_recorder import WHOLE
 from pipeproof.exec.compare.run_record import RecordWriter
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.monitor.plan_ring import RingChannels
-from pipeproof.exec.rank.idle_messages import IdleMessageEnd, product_peak, time_idle_messages
-from pipeproof.exec.rank.op_log import HOST_QUEUE, ChannelTransfers, Clock, LogEntry, Timing, op_ids_of
+from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
+from pipeproof.exec.rank.op_log import ChannelTransfers, Clock, LogEntry, Timing
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timed_channels, timing_of
+from pipeproof.exec.rank.torch.op_timing import timed_channels, timing_of
 from pipeproof.exec.train.torch.module_stage import trained
-from pipeproof.exec.train.torch.product_counter import ProductCounter
 from pipeproof.exec.train.torch.record_layers import to_numpy
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_rank import TrainRank
@@ -149,8 +148,8 @@ def recorded_steps(runner: StepRunner, directory: Path) -> Iterator[None]:
         recorder.close(error)
 
 
-_ANSWER = TypeAdapter(tuple[list[LogEntry], list[IdleMessageEnd], Timing, dict[int, int]])
-"""The measurements of one rank, the last are FLOPs by stage."""
+_ANSWER = TypeAdapter(tuple[list[LogEntry], list[IdleMessageEnd], Timing])
+"""The measurements of one rank."""
 
 
 def profile_steps(runner: StepRunner, run: Callable[[], object], file: Path, num_steps: int) -> Profile:
@@ -173,21 +172,12 @@ def profile_steps(runner: StepRunner, run: Callable[[], object], file: Path, num
 
 def _measured(
     runner: StepRunner, run: Callable[[], object], channels: Any, clock: Clock, num_steps: int
-) -> tuple[list[LogEntry], list[IdleMessageEnd], Timing, dict[int, int]]:
-    """Count the FLOPs of one step, then time the messages alone and some steps."""
-    device, counter = runner.device, ProductCounter()
-    with runner.running(partial(runner.rank_of, clock=counter)), counter.counting():
-        run()
-    counted, lowered = runner.current, runner.current.plan
-    flops: dict[int, int] = defaultdict(int)
-    log = counted.adapter.log
-    for op_id, entry in zip(op_ids_of(lowered.graph, counted.index, log), log, strict=True):
-        if op_id is not None and entry.queue == HOST_QUEUE:
-            flops[lowered.graph.ops[op_id].stage] += entry.end_ns - entry.start_ns
-    dtype = counter.main_dtype or lowered.spec.run.dtype
-    peak_flops = product_peak(TorchArrays(device), dtype)
-    if device.type == "cuda":
-        free_cached_memory()
+) -> tuple[list[LogEntry], list[IdleMessageEnd], Timing]:
+    """Time the messages of a step's plan alone, then some steps."""
+    device = runner.device
+    with runner.running(runner.rank_of):
+        run()  # loads kernels, and takes the plan for these arguments
+    lowered = runner.current.plan
     entries: list[LogEntry] = []
     world = cast("World", runner.world)
     ends = time_idle_messages(world, TorchArrays(device), lowered.graph, on_device=device.type == "cuda")
@@ -195,16 +185,15 @@ def _measured(
         for _ in range(num_steps):
             run()
             entries += clock.timed_entries(runner.current.adapter.log)
-    return entries, ends, replace(timing_of(clock), peak_flops=peak_flops, peak_dtype=dtype), flops
+    return entries, ends, timing_of(clock)
 
 
 def _profile(runner: StepRunner, answers: list[Any]) -> Any:
     """The profile as JSON values, from the measurements of all ranks."""
     read = [_ANSWER.validate_python(answer) for answer in answers]
-    logs, idle, timings = (dict(enumerate(parts)) for parts in zip(*(each[:3] for each in read), strict=True))
-    of_stages = {(index, stage): number for index, each in enumerate(read) for stage, number in each[3].items()}
+    logs, idle, timings = (dict(enumerate(parts)) for parts in zip(*read, strict=True))
     plan = runner.signature.plan
     assert plan is not None
     subject = make_subject(plan_from_dict(plan.content)).with_graph(plan.lowered.graph)
     digest, threads = plan.certificate.graph_digest, torch.get_num_threads()
-    return measured_profile(subject, digest, logs, idle, threads, timings, of_stages).to_json()
+    return measured_profile(subject, digest, logs, idle, threads, timings).to_json()
