@@ -16,7 +16,6 @@ except ModuleNotFoundError as error:
     raise missing_framework(error, "PyTorch", "torch") from None
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
-from pipeproof.exec.train.torch.check_backwards import check_backwards
 from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, causal_lm_sum, stages_of_transformers
 from pipeproof.exec.train.torch.meta_buffers import note_empty_buffers
 from pipeproof.exec.train.torch.model_stages import ModelStages, stages_of_sequential
@@ -52,7 +51,6 @@ __all__ = [
     "Search",
     "causal_lm_loss",
     "causal_lm_sum",
-    "check_backwards",
     "initialize_weights",
     "load_dcp",
     "load_pretrained",
