@@ -130,9 +130,7 @@ class AnalyticSpec(Section):
         "collectives inside a node, and 0.75 elsewhere.",
     )
     table: CostTable | None = Field(
-        default=None,
-        description="Measured curves of your device in place of those that are known of `device`; `pipeproof doctor "
-        "--write-costs FILE` writes them.",
+        default=None, description="Measured curves of your device in place of those that are known of `device`."
     )
     execution: Execution = Field(
         default="eager",

@@ -1,6 +1,6 @@
 """Measured times of one device: curves of products, attention and collectives, shares of bandwidth, host time.
 
-``pipeproof doctor --write-costs FILE`` writes such a table, which a plan names as ``cost.analytic.table``.
+A plan has such a table as ``cost.analytic.table``.
 ``pipeproof.cost.device_tables`` has those of known devices.
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -341,31 +340,6 @@ def test_operations_other_than_products_take_their_start_for_each_kernel():
     assert [sum(work.launches for work in works if work.phase is phase) for phase in Phase] == [7, 7, 2]
     flat, also_flat = (plan({"table": known | {"elementwise_us": us}, "memory_efficiency": 0.6}) for us in (0.0, 10.0))
     assert stages(flat) == stages(also_flat)
-
-
-def test_measured_times_come_back_from_the_fit_of_ones_own_gpu():
-    """The fit recovers the constants from times that follow the curve, and stays sensible where they do not."""
-    from pipeproof.exec.measure.device_costs import PRODUCTS as TIMED
-    from pipeproof.exec.measure.device_costs import product_curve
-
-    curve = TABLES["h100"].products[0].model_copy(update={"slowdown": 0.0})
-    exact = [(size, float(product_us(curve, shape(*size), 989.4))) for size in TIMED]
-    fitted = product_curve(exact, 989.4)
-    for size, time in exact:
-        assert float(product_us(fitted, shape(*size), 989.4)) == pytest.approx(time, rel=1e-3)
-    noise = np.random.default_rng(0).uniform(0.5, 2, len(exact))
-    loose = product_curve([(size, time * factor) for (size, time), factor in zip(exact, noise, strict=True)], 989.4)
-    assert 0 < loose.efficiency <= 1
-
-
-@settings(deadline=None, max_examples=200)
-@given(times=st.lists(st.floats(1, 1e6), min_size=4, max_size=4))
-def test_any_measured_times_make_a_curve(times):
-    from pipeproof.exec.measure.device_costs import product_curve
-
-    timed = ((64, 64, 64), (128, 128, 128), (128, 64, 256), (256, 256, 256))
-    curve = product_curve(list(zip(timed, times, strict=True)), 989.4)
-    assert 0 < curve.efficiency <= 1
 
 
 fractions = st.builds(Fraction, st.integers(0, 10**9), st.integers(1, 10**6))
