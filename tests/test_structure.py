@@ -39,7 +39,6 @@ WIDER = {
     "exec/train/paddle/pipeline.py:Pipeline.__init__": 11,  # the public constructor
     "exec/train/torch/pipeline.py:Pipeline.__init__": 26,  # the public constructor
     "exec/train/train_rank.py:TrainRank.__init__": 11,
-    "stages/torch/mask_kernel.py:_draw": 14,  # a kernel: arrays, their strides and sizes
 }
 """Functions with more parameters, and how many they may have. Options of a command are its help, and do not count."""
 

@@ -47,10 +47,6 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
         yield f"sequence 4096, {kind}", {**long, "run": long_run}
         if device == "gpu" and kind == "zb_v":
             yield f"sequence 4096, {kind}, not deterministic", {**long, "run": {**long_run, "deterministic": False}}
-            replayed, graphs = {**long_run, "replay": True, "steps": 4}, {**long_run, "compiler": "inductor"}
-            yield f"sequence 4096, {kind}, replayed", {**long, "run": replayed}
-            yield f"sequence 4096, {kind}, graphs", {**long, "run": graphs}
-            yield f"sequence 4096, {kind}, graphs, replayed", {**long, "run": {**replayed, **graphs}}
     for name, sections in FEATURES.items():
         yield name, plan_dict(**{**copy.deepcopy(sections), "run": {**sections.get("run", {}), **run}})
     experts = {"num_experts": 8, "top_k": 4, "ffn_size": 256, "dispatcher": "all_gather", "aux_loss": 0.1}
@@ -59,33 +55,9 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     yield "experts by all-gather, ep 2", {**gathered, "run": {**run, "dtype": "bfloat16"}}
     turns = {**gathered, "schedule": {**gathered["schedule"], "overlap": "pairs"}}
     yield "experts by all-gather, ep 2, turns", {**turns, "run": {**run, "dtype": "bfloat16"}}
-    for by in ("all_gather", "all_to_all"):
-        model = {**gathered["model"], "moe": {**experts, "dispatcher": by}}
-        graphs = {**turns, "model": model, "run": {**run, "dtype": "bfloat16", "compiler": "inductor"}}
-        yield f"experts by {by.replace('_', '-')}, ep 2, turns, graphs", graphs
-    if device == "gpu":
-        for name, compiled in {"dropout, replayed": {}, "dropout, graphs, replayed": {"compiler": "inductor"}}.items():
-            with_dropout = {
-                **copy.deepcopy(FEATURES["dropout"]),
-                "run": {**run, "replay": True, "steps": 4, **compiled},
-            }
-            yield name, plan_dict(**with_dropout)
-        # in one product for all experts of a rank, with more rows than visits
-        replayed = {**run, "dtype": "bfloat16", "replay": True, "steps": 4}
-        yield "experts by all-gather, ep 2, replayed", {**gathered, "run": replayed}
-        dropped = {**gathered, "model": {**gathered["model"], "dropout": 0.1}, "run": replayed}
-        yield "experts by all-gather, ep 2, dropout, replayed", dropped
-        no_loss = {**gathered["model"], "moe": {**experts, "aux_loss": 0.0}}
-        graphs = {**gathered, "model": no_loss, "run": {**replayed, "compiler": "inductor"}}
-        yield "experts by all-gather, ep 2, graphs, replayed", graphs
-        yield "experts by all-gather, ep 2, turns, replayed", {**turns, "run": replayed}
     for name, topology in GROUPS.items():
         model = {"model": FEATURES["experts"]["model"]} if name == "ep 2" else {}
         yield name, plan_dict(topology={"pp": 1, **topology}, stages=None, run=run, **copy.deepcopy(model))
-        if name != "dp 2":
-            graphs = {"topology": {"pp": 1, **topology}, "stages": None, "run": {**run, "compiler": "inductor"}}
-            with_dropout = {"model": {**model.get("model", {}), "dropout": 0.1}}
-            yield f"{name}, dropout, graphs", plan_dict(**graphs, **copy.deepcopy(with_dropout))
 
 
 def outcome(name: str, plan: Plan) -> tuple[bool, str]:

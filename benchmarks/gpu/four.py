@@ -64,11 +64,9 @@ COMMANDS = (
             f"{TORCHRUN}module_pipelines.py 128,16,2,4 1f1b,interleaved zb_v,1f1b"),
     Command("2-2048", f"{TORCHRUN}module_pipelines.py 2048,4096,6,8 1f1b,interleaved zb_v,interleaved,1f1b", 240,
             f"{TORCHRUN}module_pipelines.py 256,16,2,4 1f1b zb_v"),
-    # All schedules predicted from a profile of 1F1B: eager with replays, then compiled with replays.
+    # All schedules predicted from a profile of 1F1B, with replays.
     Command("3-eager", f'{TORCHRUN}prediction.py OUT/3-eager.json "4096,4096,4,8;2048,4096,4,16"', 240,
             f"{TORCHRUN}prediction.py OUT/3-eager.json 128,16,4,8"),
-    Command("3-compiled", f'{TORCHRUN}prediction.py OUT/3-compiled.json "4096,4096,4,8;2048,4096,4,16" inductor', 400,
-            f"{TORCHRUN}prediction.py OUT/3-compiled.json 128,16,4,8 1f1b,zb_v inductor"),
     # Experts: pairs that take turns with ep 4 and pp 2 x ep 2. Without ep (pp 4) there is no exchange to hide.
     Command("4-ep4", f"{TORCHRUN}overlap.py 2048,4096,4,16 64,8,1024 1f1b --rows 2", 190,
             f"{TORCHRUN}overlap.py 128,16,2,4 8,2,64 1f1b"),

@@ -29,8 +29,8 @@ import torch
 from llama_stages import Layout, joined, llama, local, qwen3_moe, weights_of
 from measure import Measured, Times, forget, leave, timed
 from our_step import start
-from plan_graphs import Rows, bits_of
 from rival import CLASSES
+from rows import Rows, bits_of
 from sizes import Size
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules

@@ -5,9 +5,8 @@
 The first argument is the size (hidden, sequence, blocks of a rank, micro-batches),
 the second the experts of a block (how many, how many for a token, inner size).
 First no pipeline, and experts shared out over all ranks (``ep``), with both
-dispatchers, with pairs that take turns, and with
-stages as graphs (replayed alone): the rival is a plain loop over micro-batches,
-with an all-to-all each way. Then pipelines of the given schedules with all experts
+dispatchers, and with pairs that take turns: the rival is a plain loop over
+micro-batches, with an all-to-all each way. Then pipelines of the given schedules with all experts
 of a block on its rank: the rival is ``torch.distributed.pipelining``. Both sides
 multiply all experts in one kernel. A fourth argument is a text that names of plans contain.
 
@@ -42,10 +41,7 @@ def _shared_out(size: Size, num_ranks: int, *, on_gpus: bool) -> dict[str, dict[
     for overlap, dispatcher in itertools.product(("none", "pairs") if on_gpus else ("none",), DISPATCHERS):
         plan = replace(size, moe={**size.moe, "dispatcher": dispatcher}).plan("1f1b", 1, ep=num_ranks)
         plan["schedule"]["overlap"] = overlap
-        name = f"ep {num_ranks} {dispatcher}{', pairs' * (overlap != 'none')}"
-        plans[name] = plan
-        if on_gpus and dispatcher == "all_gather":
-            plans[f"{name}, graphs"] = {**plans[name], "run": {**plan["run"], "compiler": "inductor"}}
+        plans[f"ep {num_ranks} {dispatcher}{', pairs' * (overlap != 'none')}"] = plan
     return plans
 
 
@@ -72,24 +68,22 @@ def main() -> None:
         for name, data in plans.items():
             if sys.argv[4:] and sys.argv[4] not in name:
                 continue
-            without, gib = f"{'':15}", ""
-            if "graphs" not in name:
-                step = OurStep(data, framework)
-                ours = timed(step, device, Times())
-                without, gib = ours.ratio_to(theirs), f"{ours.gib:.2f}"
-                del step
-                forget(device)
+            step = OurStep(data, framework)
+            ours = timed(step, device, Times())
+            without, gib = ours.ratio_to(theirs), f"{ours.gib:.2f}"
+            del step
+            forget(device)
             graph = f"{'':15}"
-            if kind or "all_gather" in name:  # else the host reads how many rows go where
-                step = OurStep({**data, "run": {**data["run"], "replay": device.type == "cuda"}}, framework)
-                step()  # a compiler chooses its kernels in the first step
+            if kind:  # else the host reads how many rows go where
+                step = OurStep(data, framework)
+                step()
                 step.begin()
                 replay = captured_anew(step, device)
                 graph = timed(replay, device, Times()).ratio_to(theirs)
                 del replay, step
                 forget(device)
             work = f"{'':8}"
-            if "pairs" not in name and "graphs" not in name:  # turns need communication
+            if "pairs" not in name:  # turns need communication
                 work = f"{timed(OurStep(data, framework, alone=True), device, ALONE).ms:8.2f}"
                 forget(device)
             report(f"{name:32} {theirs.ms:8.2f} {without} {graph} {work}   {theirs.gib:.2f} {gib}")

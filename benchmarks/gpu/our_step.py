@@ -16,7 +16,6 @@ from measure import captured_anew
 
 from pipeproof.comm.lower import lower
 from pipeproof.exec.rank.adapter import RankAdapter
-from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.gpu_assignment import shared_gpu
 from pipeproof.exec.rank.machine import Instruction
 from pipeproof.exec.rank.torch.comm import connect_groups
@@ -42,7 +41,6 @@ class OurStep:
     """Forward and backward of all micro-batches of one rank, without the optimizer.
 
     ``alone``: receives are copies on the device, sends and collectives nothing, so that what is left is the work.
-    ``without_graphs`` are the rank's stages without the graphs that ``run.compiler`` asks for, each with the reason.
     """
 
     def __init__(self, data: Mapping[str, Any], framework: TorchFramework, *, alone: bool = False) -> None:
@@ -56,18 +54,11 @@ class OurStep:
         self._adapter = RankAdapter(self._plan, self._rank, framework, world, lambda *_: None)
         ids = [i for i in graph.rank_ops(self._rank) if graph.parent[i] == NONE]
         self._program = [Instruction.of(graph, i) for i in ids if graph.ops[i].kind is not OpKind.STEP]
-        self.without_graphs: dict[int, str] = {}
-        if self._plan.spec.run.compiler is not None:
-            self.without_graphs = capture_graphs(self._adapter.stages, lambda _: None)
         self._adapter.begin(0)
 
     def begin(self) -> None:
         """Begin step 0 again: its micro-batches, and gradients of zero."""
         self._adapter.begin(0)
-
-    def begin_again(self) -> None:
-        """Begin step 0 again for a replay."""
-        self._adapter.begin_again(0)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradient buffers of the rank's weights."""

@@ -4,19 +4,17 @@
 
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of
 a block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks,
-by default 1; the experts of a block are shared out over the others. Both dispatchers; operation by operation or, with
-``--compiler``, by compiled graphs, and the all-gather also as one CUDA graph. ``--timeline FILE`` draws the last timed
-step of both sides, with the device's times: its suffix is one of those of ``pipeproof run -o``.
+by default 1; the experts of a block are shared out over the others. Both dispatchers. ``--timeline FILE`` draws the
+last timed step of both sides, with the device's times: its suffix is one of those of ``pipeproof run -o``.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer. The two sides are timed one step after the other; a
 step counts from a common start to the end of the slowest rank. Printed are medians, and of pairs of steps the median,
 smallest and largest ratio, then all steps. In further steps of each side the device times all operations: ``comm`` is
 the time of the collectives over ``ep``, ``exposed`` the part of it in which the rank computed nothing, ``busy`` the
-time in which it computed, and ``idle`` the rest of the step, of the rank where most is exposed. Then come these steps
-by causes, as ``pipeproof run --profile`` prints them. ``GiB`` is the peak of a step above what it found. The bits of
-losses and gradients are compared with kernels that add in one order. ``predicted`` are simulated steps, with the same
-parts: with a profile of the plan without overlap, with messages as the backend has them, and with the slowdown of
-products next to exchanges as it was measured by itself.
+time in which it computed, and ``idle`` the rest of the step, of the rank where most is exposed. ``GiB`` is the peak of
+a step above what it found. The bits of losses and gradients are compared with kernels that add in one order.
+``predicted`` are simulated steps, with the same parts: with a profile of the plan without overlap, with messages as the
+backend has them, and with the slowdown of products next to exchanges as it was measured by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ import torch
 import torch.distributed as dist
 from measure import forget, leave
 from our_step import start
-from pipeproof.exec.measure.limits_report import LimitsReport
 from sizes import Size
 from timed_rank import OurRank
 
@@ -42,7 +39,6 @@ from pipeproof.cli.timeline_option import write_timeline
 from pipeproof.comm.lower import lower
 from pipeproof.exec.launch.run_report import measured_timeline
 from pipeproof.exec.measure.profile_from_logs import measured_profile
-from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.exec.rank.torch.comm import connect_groups
 from pipeproof.exec.rank.torch.framework import TorchFramework
@@ -127,27 +123,19 @@ def _ms(intervals: Iterable[Interval]) -> float:
 class Side:
     """One of the two plans on this rank."""
 
-    def __init__(self, data: dict[str, Any], overlap: str, framework: TorchFramework, *, replay: bool) -> None:
+    def __init__(self, data: dict[str, Any], overlap: str, framework: TorchFramework) -> None:
         schedule = {**data["schedule"], "overlap": overlap}
-        run = {**data["run"], "replay": replay and framework.device.type == "cuda"}
         self._device = framework.device
-        self.data = {**data, "schedule": schedule, "run": run}
+        self.data = {**data, "schedule": schedule}
         self.plan = plan = lower(plan_from_dict(self.data).spec).unfolded()
         rank, graph = dist.get_rank(), plan.graph
         self.world = connect_groups(rank, self._device, graph.channels, graph.groups, lambda _: None)
         self.ours = OurRank(plan, rank, framework, self.world)
-        if plan.spec.run.compiler is not None and (without := capture_graphs(self.ours.adapter.stages, lambda _: None)):
-            raise SystemExit(f"rank {rank} has no graphs: {without}")
         self.gib = 0.0
 
     def step_ms(self) -> float:
         """One step, of the slowest rank."""
         return self._measured(lambda: self.ours.step(0))
-
-    def replays(self) -> Callable[[], float]:
-        """The same of a captured step."""
-        replay = self.ours.captured()
-        return lambda: self._measured(replay)
 
     def results(self) -> dict[str, torch.Tensor]:
         """Losses and gradients of a step, in the host's memory."""
@@ -249,11 +237,8 @@ def _last_step(side: Side, logs: Sequence[Sequence[LogEntry]]) -> Timeline:
 
 
 def _equal_bits(sides: Sequence[Side]) -> str:
-    """Compare the results of both sides, and of the first one with its own.
-
-    Graphs keep the kernels with which they were made.
-    """
-    torch.use_deterministic_algorithms(mode=sides[0].plan.spec.run.compiler is None)
+    """Compare the results of both sides, and of the first one with its own."""
+    torch.use_deterministic_algorithms(mode=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     plain, again, other = (side.results() for side in (sides[0], *sides))
     torch.use_deterministic_algorithms(mode=False)
@@ -275,7 +260,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dispatchers", default=",".join(DISPATCHERS))
-    parser.add_argument("--compiler", choices=["eager", "inductor"])
     parser.add_argument("--timeline", type=Path)
     options = parser.parse_args()
     framework, report = start()
@@ -292,13 +276,10 @@ def main() -> None:
         for dispatcher in dispatchers:
             data = replace(size, moe={**moe, "dispatcher": dispatcher}).plan(kind, options.pp, ep=ep)
             data["schedule"]["micro_batch_size"] = options.rows
-            if options.compiler is not None:
-                data["run"]["compiler"] = options.compiler
             title = f"{kind} {dispatcher}"
-            how = "op by op" if options.compiler is None else f"graphs ({options.compiler})"
-            sides = [Side(data, overlap, framework, replay=False) for overlap in ("none", "pairs")]
+            sides = [Side(data, overlap, framework) for overlap in ("none", "pairs")]
             medians, ratio = _alternated([side.step_ms for side in sides])
-            report(f"{title}, {how}: none {medians[0]:8.2f} pairs {medians[1]:8.2f} ratio {ratio}")
+            report(f"{title}: none {medians[0]:8.2f} pairs {medians[1]:8.2f} ratio {ratio}")
             logs = [side.timed() for side in sides]
             timelines = [_last_step(side, log) for side, log in zip(sides, logs, strict=True)]
             profiles = [_profile(side, log) for side, log in zip(sides, logs, strict=True)]
@@ -309,13 +290,12 @@ def main() -> None:
                     file = options.timeline.with_stem(f"{options.timeline.stem}-{dispatcher}-{name}")
                     graph = make_subject(plan_from_dict(side.data)).graph
                     write_timeline(file, f"{title}, overlap: {name}", timeline, graph)
-            for name, one, side, profile in zip(names, found, sides, profiles, strict=True):
+            for name, one, side in zip(names, found, sides, strict=True):
                 report(f"{title}, {name:5}: {one}   GiB {side.gib:.2f}")
-                report(str(LimitsReport(profile)))
             slowdown = sides[1].slowdown()
             simulated = _predicted(*sides, profiles[0], slowdown)
             predicted = [float(timeline.makespan_us) / 1e3 for timeline in simulated]
-            timed = [profile.limits.step_us / 1e3 for profile in profiles if profile.limits is not None]
+            timed = [float(timeline.makespan_us) / 1e3 for timeline in timelines]
             report(f"{title}, predicted: none {predicted[0]:8.2f} pairs {predicted[1]:8.2f} "
                    f"ratio {predicted[1] / predicted[0]:.3f}, products slower by {slowdown:.3f}; pairs "
                    f"{predicted[1] / medians[1] - 1:+.1%} of the step, {predicted[1] / timed[1] - 1:+.1%} of timed ones"
@@ -324,15 +304,6 @@ def main() -> None:
                 report(f"{title}, predicted {name:5}: {Exposed.most(timeline)}")
             hidden = 1 - found[1].exposed / found[0].exposed
             report(f"{title}: {hidden:.0%} of the exposed communication is hidden; {_equal_bits(sides)}")
-            del sides
-            forget(framework.device)
-            if dispatcher == "all_to_all":
-                continue  # the host reads how many rows go where
-            sides = [Side(data, overlap, framework, replay=True) for overlap in ("none", "pairs")]
-            for side in sides:
-                side.step_ms()
-            medians, ratio = _alternated([side.replays() for side in sides])
-            report(f"{title}, replayed: none {medians[0]:8.2f} pairs {medians[1]:8.2f} ratio {ratio}")
             del sides
             forget(framework.device)
     leave()

@@ -1,11 +1,10 @@
 """Steps predicted from a profile of 1F1B, and the same steps measured, in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/gpu/prediction.py OUT.json "2048,2048,4,8,16" [KINDS] [inductor]
+    torchrun --nproc-per-node 2 benchmarks/gpu/prediction.py OUT.json "2048,2048,4,8,16" [KINDS]
 
 The first argument is the file for the results, of which ``validation/pages/make_prediction.py``
 makes ``validation/results/prediction.md``. The second has sizes: hidden, sequence, blocks of a
 rank, micro-batches to profile, and more numbers of micro-batches to predict.
-``inductor`` runs the layers of each stage as compiled graphs (``run.compiler``).
 Forward and backward of all micro-batches in bfloat16, no optimizer, a GPU a rank.
 Without GPUs it runs over gloo on processors, in float32: that tries the code.
 """
@@ -47,7 +46,6 @@ from timed_rank import OurRank
 from pipeproof.comm.lower import lower
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.measure.profile_from_logs import measured_profile
-from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.torch.comm import TorchWorld, connect_groups
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.certificate import graph_digest
@@ -62,9 +60,8 @@ NUM_REPLAYS = 2
 class Benchmark:
     """All ranks make one of these and do the same with it."""
 
-    def __init__(self, compiler: str | None) -> None:
+    def __init__(self) -> None:
         self.framework, self.report = start()
-        self._compiler = compiler
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.on_gpu = self.framework.device.type == "cuda"
         self._worlds: dict[Any, TorchWorld] = {}
@@ -75,7 +72,6 @@ class Benchmark:
         """The plan as data; memory is counted without an optimizer, as it is measured."""
         data = size.plan(kind, self.num_ranks)
         run = data["run"] if self.on_gpu else {**data["run"], "device": "cpu", "dtype": "float32"}
-        run |= {} if self._compiler is None else {"compiler": self._compiler}
         memory = {"optimizer_bytes": 0, "gradient_dtype": run["dtype"]}
         return {**data, "run": run, "memory": memory, **changes}
 
@@ -88,9 +84,6 @@ class Benchmark:
         self._left_bytes = torch.cuda.memory_allocated() if self.on_gpu else 0
         rank = self.rank if plan.mesh.num_ranks > 1 else 0
         ours = OurRank(plan, rank, self.framework, self._worlds[key])
-        if self._compiler is not None:
-            reasons = capture_graphs(ours.adapter.stages, lambda _: None)
-            assert not reasons, reasons
         return plan, ours
 
     def gathered(self, one: Any) -> list[Any]:
@@ -229,13 +222,10 @@ def _line(size: Size, case: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Predict and measure what the command line names."""
-    more = [each for each in sys.argv[3:] if each != "inductor"]
-    out, kinds = Path(sys.argv[1]), more[0].split(",") if more else KINDS
-    compiler = "inductor" if "inductor" in sys.argv[3:] else None
-    benchmark = Benchmark(compiler)
+    out, kinds = Path(sys.argv[1]), sys.argv[3].split(",") if sys.argv[3:] else KINDS
+    benchmark = Benchmark()
     name = torch.cuda.get_device_name() if benchmark.on_gpu else "processors, float32"
     about = {"device": name, "torch": torch.__version__, "num_ranks": benchmark.num_ranks}
-    about |= {} if compiler is None else {"compiler": compiler}
     benchmark.report(
         "size  schedule         mb     pred     meas   err  start   p95  timing  GiB: pred, meas, err  graph err work"
     )

@@ -226,16 +226,6 @@ class RunSpec(Section):
         description="Largest global norm of the gradients; larger gradients are scaled down to it before the "
         "optimizer's step. Without it, there is no clipping.",
     )
-    compiler: Literal["inductor", "eager"] | None = Field(
-        default=None,
-        description="Runs the layers of each stage as three graphs: forward, gradients of inputs, gradients of "
-        "weights. `inductor` compiles them, `eager` runs their operations one by one. For torch; by default no graphs.",
-    )
-    replay: bool = Field(
-        default=False,
-        description="On GPUs, whether steps from the second on replay one CUDA graph of the whole step, communication "
-        "included, so that the host has no work in them.",
-    )
     deterministic: bool = Field(
         default=True,
         description="On GPUs, whether PyTorch uses only kernels that add in one order in every run. Otherwise "

@@ -72,8 +72,8 @@ def graph_digest(subject: Subject) -> str:
 
     That is: the op graph with its queues, layouts, shapes, dtypes and group
     order; layers, parameters and stages; loss normalization, whether gradients
-    are clipped, and the type of weights; the backend, its device and its
-    compiler, which compute other bits; the queues that a plan declares, which order its transfers;
+    are clipped, and the type of weights; the backend and its
+    device, which compute other bits; the queues that a plan declares, which order its transfers;
     the facts that are given along with a graph. What only changes a verdict is in
     the certificate and not here: the version of the rule set, and the rows of the
     backend's table. Cost, seed, steps, learning rate and paths are not in it either.
@@ -156,6 +156,5 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "weights": plan.spec.run.weight_dtype,
         "buffers": [*plan.spec.buffers.model_dump(mode="json").values()],
         "connections": plan.spec.transport.connections,
-        **({} if plan.spec.run.compiler is None else {"compiler": plan.spec.run.compiler}),
         **({"edges": [edge.model_dump(mode="json") for edge in plan.spec.edges]} if plan.spec.edges else {}),
     }

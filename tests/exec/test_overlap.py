@@ -58,9 +58,6 @@ PLANS = {
 }  # fmt: skip
 
 
-GRAPHS = ["all-to-all", "all-gather", "bfloat16", "sequence parallel"]
-
-
 ORDERS = ["pairs", {"order": ["F", "B"]}, {"order": ["F", "W", "B"]}]
 
 
@@ -75,36 +72,6 @@ def test_turns_have_the_bits_of_whole_computations(changes, overlap):
     require_logged(plan, adapters)
     require_equal(outcomes, run_all(plan_of("none", **changes))[0])
     assert not any(thread.name.startswith("turns of") for thread in threading.enumerate())
-
-
-def captured(adapter, arrays, rank):
-    from pipeproof.exec.rank.framework_choice import capture_graphs
-
-    assert capture_graphs(adapter.stages, lambda number: None) == {}
-
-
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param(PLANS[name], marks=() if name == "all-gather" else pytest.mark.slow, id=name) for name in GRAPHS],
-)
-def test_graphs_hand_over_in_their_calls_and_have_the_bits_of_whole_ones(changes, compiler, monkeypatch):
-    from pipeproof.stages.torch import graph_capture
-    from tests.exec.in_memory import require_logged, run_all
-
-    changes = {**changes, "run": {**changes.get("run", {}), "compiler": compiler}}
-    add, in_turns = graph_capture._weight_work, []
-
-    def noted(*given):
-        in_turns.append(any(thread.name.startswith("turns of") for thread in threading.enumerate()))
-        add(*given)
-
-    monkeypatch.setattr(graph_capture, "_weight_work", noted)
-    plan = plan_of(**changes)
-    outcomes, adapters = run_all(plan, prepare=captured)
-    require_logged(plan, adapters)
-    require_equal(outcomes, run_all(plan_of("none", **changes), prepare=captured)[0])
-    assert any(in_turns), "W of a graph is added while its backward is under way"
 
 
 def test_the_log_has_the_times_of_parts_and_of_collectives_that_run_next_to_them():

@@ -40,41 +40,6 @@ def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(tmp_
     assert "matches: every loss and every gradient, bit for bit" in ended.output
 
 
-@pytest.mark.slow  # processes trace and run the graphs of their stages
-@pytest.mark.parametrize(
-    ("changes", "without"),
-    [
-        (
-            {
-                "schedule": {"kind": "zb_h1"}, "model": {"num_layers": 1},
-                "stages": [["embed"], ["layer.0", "norm", "head"]],
-            },
-            {"0": "its layers compute nothing but lookups"},
-        ),
-        (
-            {"topology": {"pp": 1, "tp": 2, "ep": 2, "sequence_parallel": True}, "model": {"moe": MOE, "dropout": 0.1}},
-            {},
-        ),
-        (
-            {
-                "topology": {"pp": 1, "ep": 2}, "model": {"moe": {**MOE, "dispatcher": "all_gather"}},
-                "schedule": {"kind": "1f1b", "overlap": "pairs"},
-            },
-            {},
-        ),
-    ],
-    ids=["a stage without graphs", "ranks of tensors and experts", "pairs that take turns"],
-)  # fmt: skip
-def test_stages_as_graphs_are_within_the_bound_and_those_without_are_named(tmp_path, changes, without):
-    ended = Run(tmp_path, torch_plan(**{**changes, "run": {"compiler": "eager", "steps": 2}})).end()
-    assert ended.status == 0, ended.output
-    assert (ended.report["judged_by"], ended.report["log_matches_graph"]) == ("bound", True)
-    assert ended.report["graphs"] == {"compiler": "eager", "without": without}
-    assert not without or "1 of 2 stages run as graphs (eager)" in ended.output
-    assert all(one["uncut_max_rel_diff"] <= ended.report["parallel_bound"] for one in ended.report["gradients"])
-    assert all(one["replicas_agree"] for one in ended.report["gradients"])
-
-
 def test_plans_that_add_in_another_order_are_within_the_bound_in_each_step(tmp_path):
     changes = {"topology": {"ep": 2}, "model": {"moe": MOE}, "schedule": {"kind": "dualpipe"}}
     ended = Run(tmp_path, torch_plan(**changes), "--verbose").end()

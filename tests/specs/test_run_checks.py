@@ -4,8 +4,6 @@ import pytest
 
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.verify.certificate import graph_digest
-from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, refusal
 
 SIXTEEN = {"backend": "torch", "dtype": "bfloat16"}
@@ -31,7 +29,6 @@ def test_runs_of_pytorch(run):
     ("run", "fact"),
     [
         ({"dtype": "bfloat16"}, "run.dtype bfloat16 is for `run.backend: torch`, and the backend is paddle"),
-        ({"device": "gpu", "replay": True}, "run.replay captures a CUDA graph with PyTorch, and run.backend is paddle"),
         ({"backend": "torch", "dtype": "float16"}, "AdamW's epsilon, 1e-8, is zero in float16"),
         ({**SIXTEEN, "clip_norm": 1.0}, "which bfloat16 cannot add up"),
         ({"backend": "torch", "deterministic": False}, "torch on cpu has one order of sums"),
@@ -47,36 +44,3 @@ def test_unsupported_options_are_refused_at_their_key(run, fact):
 
 def test_paddle_computes_on_gpus_too():
     assert plan_from_dict(plan_dict(run={"backend": "paddle", "device": "gpu"})).spec.run.device == "gpu"
-
-
-GPU = {"backend": "torch", "device": "gpu", "replay": True}
-
-
-SIXTEEN = {**GPU, "dtype": "bfloat16"}
-EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_size": 8}
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"run": GPU},
-        {"run": SIXTEEN, "model": {"moe": EXPERTS}},
-        {"run": GPU, "model": {"dropout": 0.1}},
-        {"run": {**GPU, "compiler": "inductor"}, "model": {"dropout": 0.1}},
-    ],
-)
-def test_a_step_of_fixed_shapes_is_replayed(sections):
-    assert plan_from_dict(plan_dict(**sections)).spec.run.replay
-
-
-GRAPHS = {"backend": "torch", "compiler": "inductor"}
-
-
-def test_the_compiler_of_graphs_is_part_of_a_plan_and_of_its_digest():
-    topology = {"tp": 2, "ep": 2, "cp": 2}
-    plan_from_dict(plan_dict(run=GRAPHS, topology=topology, model={"moe": EXPERTS, "dropout": 0.1}))
-    plans = [
-        plan_from_dict(plan_dict(run={**GRAPHS, "compiler": compiler})) for compiler in ("inductor", "eager", None)
-    ]
-    digests = {graph_digest(make_subject(plan)) for plan in plans}
-    assert len(digests) == len(plans)

@@ -42,12 +42,11 @@ Array = npt.NDArray[Any]
 def needs_ordered_reference(plan: LoweredPlan) -> bool:
     """Return True if the plan adds in another order than the unpartitioned model, which runs micro-batches in order.
 
-    A compiler adds in an order of its own, and so do kernels that are not deterministic.
+    Kernels that are not deterministic add in an order of their own.
     """
     topology = plan.spec.topology
     return (
-        plan.spec.run.compiler is not None
-        or not plan.spec.run.deterministic
+        not plan.spec.run.deterministic
         or max(topology.tp, topology.cp, topology.ep, topology.dp) > 1
         or accumulation_of(plan) is not Accumulation.IN_ORDER
     )

@@ -253,16 +253,10 @@ def render_run(report: RunReport, console: Console, *, verbose: bool = False) ->
     render_text(report.findings, report.subject.source, console=console)
     bound = report.parallel_bound if report.is_checked_by_bound else None
     _print_gradients(report.steps[-1], bound, console, verbose=verbose)
-    spec = report.subject.plan.spec
     if verbose or not report.passed:
         _print_sides(report, console)
-    if spec.run.compiler is not None and (verbose or report.without_graphs):
-        num_without, num_stages = len(report.without_graphs), len(report.subject.plan.stages)
-        console.print(f"{num_stages - num_without} of {num_stages} stages run as graphs ({spec.run.compiler})")
-        for stage, reason in report.without_graphs.items():
-            console.print(f"stage {stage} does not: {reason}", soft_wrap=True, markup=False)
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
-    console.print(f"executed log {verb} the verified graph{_logged_steps(report)}{CLOCKS[report.clock]}")
+    console.print(f"executed log {verb} the verified graph{CLOCKS[report.clock]}")
     if report.passed and report.is_checked_by_bound:
         gradients = " and every gradient of the first step" if report.starts_from_initial_weights else ""
         console.print(f"[bold green]matches[/]: every loss{gradients}, within the bound")
@@ -299,15 +293,6 @@ CLOCKS: Mapping[LogClock, str] = MappingProxyType(
     }
 )
 """Remark about the times of a log, by its clock."""
-
-
-def _logged_steps(report: RunReport) -> str:
-    """Remark that later steps were replayed, so that only the first two have a log."""
-    if report.num_logged_steps in (None, len(report.steps)):
-        return ""
-    first, last = report.steps[0].step, report.steps[-1].step
-    second = first + 1
-    return f" in steps {first} and {second}; steps {second} to {last} replay the CUDA graph captured in step {second}"
 
 
 _Result = TypeVar("_Result")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
@@ -58,10 +58,6 @@ class RunReport:
     """The measured times, if they were requested."""
     clock: LogClock = "host"
     """The clock of the log's times."""
-    num_logged_steps: int | None = None
-    """Number of steps with a log; later steps were replays."""
-    without_graphs: Mapping[int, str] = field(default_factory=dict)
-    """Stages that do not run as graphs though the plan has ``run.compiler``, each with the reason."""
     reference_from_state: bool = False
     """True if the reference started from the resumed state instead of training up to it."""
 
@@ -151,12 +147,6 @@ class RunReport:
             + ("" if step.routers is None else step.routers.mismatch()),
         )
 
-    def _graphs_to_json(self) -> dict[str, Any]:
-        """The compiler of the stages' graphs, and the stages without them; nothing for a plan without a compiler."""
-        compiler = self.subject.plan.spec.run.compiler
-        without = {str(stage): reason for stage, reason in self.without_graphs.items()}
-        return {} if compiler is None else {"graphs": {"compiler": compiler, "without": without}}
-
     def to_json(self) -> dict[str, Any]:
         """Return the form of ``run --report``; see ``docs/schemas/run.schema.json``."""
         return {
@@ -188,7 +178,6 @@ class RunReport:
             ],
             "gradients": [_finite(gradient.to_json()) for gradient in self.gradients],
             "findings": [finding_to_json(finding) for finding in self.findings],
-            **self._graphs_to_json(),
             "timeline": [
                 {
                     "step": span.step,

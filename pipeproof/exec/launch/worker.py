@@ -21,13 +21,12 @@ from pipeproof.exec.monitor.plan_ring import PlanRing
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
 from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.checkpointing import restore_state, save_state
+from pipeproof.exec.rank.device_progress import follow_device
 from pipeproof.exec.rank.failures import event_of
 from pipeproof.exec.rank.framework_choice import (
-    capture_graphs,
     paddle_writer,
     start_framework,
     start_progress,
-    start_replays,
     timed,
     timing_of,
 )
@@ -35,7 +34,6 @@ from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.rank.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
 from pipeproof.exec.rank.op_log import HostClock, Timing
-from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
 from pipeproof.exec.store.rendezvous import environment_rank
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.columns import NONE
@@ -102,27 +100,21 @@ class _RankSteps:
         self._adapter = RankAdapter(plan, rank, framework, self._timed_world, self._enter, self._watch, self._clock)
         is_proved = job.certificate.verdict is Verdict.PROVED
         self._program = RankProgram(plan.graph, rank, self._adapter, is_proved=is_proved)
-        # Neither a profile nor a replay nor a rehearsal may spend time on progress.
-        without = options.profile or run.replay or not framework.has_values
+        # Neither a profile nor a rehearsal may spend time on progress.
+        without = options.profile or not framework.has_values
         self._progress = None if without else start_progress(run)
-        self._replayed: ReplayedSteps | None = None
         self._log = LogWriter(job.rank_file(rank, "log"))
 
     def run(self) -> None:
         """Prepare the first step, and run all."""
         job, run = self._job, self._plan.spec.run
-        if run.compiler is not None and self._framework.has_values:
-            self._make_graphs()
         if job.options.profile:
             self._time_idle_messages()
         if job.checkpoint.resume is not None:
             self._report_phase("loading the state")
             restore_state(self._adapter, self._framework.arrays, self._plan, self._rank, job.checkpoint.resume)
         self._emit("ready", threads=self._framework.num_threads())
-        first = job.checkpoint.first_step
-        if num_logged_steps(run, layers=job.layers, first_step=first) < run.steps - first:
-            self._replayed = ReplayedSteps(self._adapter, self._program.run, start_replays(), self._report_operation)
-        for step in range(first, run.steps):
+        for step in range(job.checkpoint.first_step, run.steps):
             self._run_step(step)
             self._write_step(step)
             self._emit("step", step=step)
@@ -139,18 +131,15 @@ class _RankSteps:
     def _run_step(self, step: int) -> None:
         if self._ring is not None:
             self._ring.begin(step)
-        if self._replayed is not None:
-            self._replayed.run(step)
-        else:
-            progress, emit = self._progress, self._emit
-            if progress is not None:
-                progress.begin(step)
-            with follow_device(
-                None if progress is None else progress.read, lambda step, op_id: emit("device", step=step, op=op_id)
-            ):
-                self._adapter.begin(step)
-                self._program.run(step)
-                self._adapter.finish()
+        progress, emit = self._progress, self._emit
+        if progress is not None:
+            progress.begin(step)
+        with follow_device(
+            None if progress is None else progress.read, lambda step, op_id: emit("device", step=step, op=op_id)
+        ):
+            self._adapter.begin(step)
+            self._program.run(step)
+            self._adapter.finish()
         if self._ring is not None:
             self._ring.leave()
 
@@ -179,14 +168,6 @@ class _RankSteps:
         stack.enter_context(ring.recording())
         return ring
 
-    def _make_graphs(self) -> None:
-        stages = self._adapter.stages
-        if self._watch is not None:
-            reasons = dict.fromkeys(stages, "the tensors between its layers are recorded")
-        else:
-            reasons = capture_graphs(stages, lambda stage: self._report_phase(f"making the graphs of stage {stage}"))
-        save_json(self._job.rank_file(self._rank, "graphs"), reasons, dict[int, str])
-
     def _time_idle_messages(self) -> None:
         run, arrays = self._plan.spec.run, self._framework.arrays
         self._report_phase("timing idle messages")
@@ -204,9 +185,7 @@ class _RankSteps:
         self._report_operation(step, op_id)
         if self._ring is not None:
             self._ring.enter(op_id)
-        if self._replayed is not None:
-            self._replayed.enter(op_id, graph.ops[op_id].kind)
-        elif self._progress is not None and graph.parent[op_id] == NONE:
+        if self._progress is not None and graph.parent[op_id] == NONE:
             self._progress.write(op_id)
         self._fault.inject(graph.ops[op_id])
 

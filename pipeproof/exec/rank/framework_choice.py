@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from pipeproof.exec.rank.checkpointing import PaddleWriter
-from pipeproof.exec.rank.framework_protocol import Arrays, Framework, RankStage, World
+from pipeproof.exec.rank.device_progress import DeviceProgress
+from pipeproof.exec.rank.framework_protocol import Arrays, Framework, World
 from pipeproof.exec.rank.gpu_assignment import choose_gpu
 from pipeproof.exec.rank.idle_messages import HostPingClock, PingClock
 from pipeproof.exec.rank.op_log import Clock, HostClock, Timing
-from pipeproof.exec.rank.step_replay import DeviceProgress, Replays
 from pipeproof.specs.plan_sections import RunSpec
 
 
@@ -80,25 +78,3 @@ def start_progress(run: RunSpec) -> DeviceProgress | None:
     from pipeproof.exec.rank.torch.cuda_graph import TorchProgress
 
     return TorchProgress()
-
-
-def capture_graphs(stages: Mapping[int, RankStage], begin: Callable[[int], None]) -> dict[int, str]:
-    """Make the graphs of a GPT's stages on PyTorch; return the stages that have none, each with the reason.
-
-    ``begin`` is called before each stage.
-    """
-    from pipeproof.exec.rank.torch.framework import TorchGptStage
-
-    reasons = {}
-    for number, stage in stages.items():
-        begin(number)
-        assert isinstance(stage, TorchGptStage), "run.compiler is for the GPT on PyTorch"
-        reasons[number] = stage.capture()
-    return {number: reason for number, reason in reasons.items() if reason}
-
-
-def start_replays() -> Replays:
-    """Return the capture and replay of steps on this process's GPU, on which PyTorch has been started."""
-    from pipeproof.exec.rank.torch.cuda_graph import TorchReplays
-
-    return TorchReplays()

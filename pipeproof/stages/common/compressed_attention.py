@@ -6,8 +6,7 @@ slots of a window, N = S + T keys, G output groups of this rank; [..] is [S, B] 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -80,23 +79,6 @@ class CompressedAttention:
             for kind in {*spec.layer_types}
             for length in lengths
         }
-
-    @property
-    def constants(self) -> list[Tensor]:
-        """All tables, for a trace that takes them as inputs."""
-        return [constant for tables in self._tables.values() for constant in tables if constant is not None]
-
-    @contextmanager
-    def with_constants(self, constants: Sequence[Tensor]) -> Iterator[None]:
-        """Compute with ``constants`` in place of the tables."""
-        tables, each = self._tables, iter(constants)
-        self._tables = {
-            key: _Tables(*(None if table is None else next(each) for table in own)) for key, own in tables.items()
-        }
-        try:
-            yield
-        finally:
-            self._tables = tables
 
     def forward(self, x: Tensor, name: str, kind: AttentionType) -> Tensor:
         """The compressed outputs of this rank's groups [.., G * rank], from activations [.., H] between layers."""

@@ -1,6 +1,6 @@
 """Dropout on one rank: its part of the masks of ``describe.synthetic``, in the layout of the tensor that they multiply.
 
-Masks are drawn on the host and copied when they are needed, unless ``keys`` draws them on the device.
+Masks are drawn on the host and copied when they are needed.
 
 Shape letters: S sequence, B rows, H hidden, K heads of keys and values of this rank, G query heads of each.
 """

@@ -60,8 +60,7 @@ def parallel_bound(plan: PlanSpec) -> float:
     The errors of the two orders add up to 2 N such terms. lambda is chosen so that all elements of all gradients
     together are within the bound, except with ``FAILURE_PROBABILITY``.
 
-    Without tensor or expert parallelism, sequence splits and a compiler, only the additions of micro-batches differ.
-    A compiler fuses operations, and adds in another order, but in no more additions. A tied weight
+    Without tensor or expert parallelism and sequence splits, only the additions of micro-batches differ. A tied weight
     has two addends of each, and weights that MTP streams share have one per stream. Clipped gradients are multiplied by
     a factor that has the error of the gradients again, and that of a sum of the squares of all elements.
 
@@ -82,7 +81,7 @@ def parallel_bound(plan: PlanSpec) -> float:
     num_uses = _most_uses(plan)
     num_splits = topology.cp * schedule.num_sequence_splits
     num_sums = topology.dp * topology.ep * schedule.num_micro_batches * num_splits * num_uses
-    if topology.tp > 1 or topology.ep > 1 or num_splits > 1 or plan.run.compiler is not None:
+    if topology.tp > 1 or topology.ep > 1 or num_splits > 1:
         num_sums += _path_length(plan)
     num_elements = sum(math.prod(p.shape) for layer in _layers(plan) for p in layer.parameters)
     deviation = math.sqrt(2.0 * math.log(2.0 * num_elements / FAILURE_PROBABILITY))

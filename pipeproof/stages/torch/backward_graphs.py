@@ -5,9 +5,6 @@ weights need (matrix products, convolutions, rows of an embedding) and what foll
 is where fewer bytes are kept between I and W, by a minimum cut: a reduction to the small gradient of a norm or a bias
 is in I, where it is fused with what makes its operands, and of silu(a) * b the result is kept, or a and b if W reads
 these anyway.
-
-W may be in several parts: at each call of I what is ready then, and at the end the rest. A stage that hands over at its
-calls so computes weight gradients while the collective of a call is under way.
 """
 
 from __future__ import annotations
@@ -22,14 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipeproof.stages.torch.graph_calls import DEFERRED, give_also, is_ordered_call, number_of
-
 aten = torch.ops.aten
 
 _PRODUCTS = {
     "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "convolution_backward",
     "embedding_dense_backward", "_embedding_bag_dense_backward", "index_put", "_unsafe_index_put", "index_add",
-    "scatter_add", "scatter_reduce", DEFERRED,
+    "scatter_add", "scatter_reduce",
 }  # fmt: skip
 """ATen operations that are left to W if only weights need them."""
 
@@ -52,42 +47,25 @@ class Addend:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightGraph:
-    """W, or a part of it. It takes the backward's inputs at ``direct``, then what I computed for it.
-
-    A part that is ready at a call of I has the call's number, and the call gets what I computed for it. The last part
-    has none: it gets what I returned, at the positions ``computed``.
-    """
-
-    graph: fx.GraphModule
-    call: int | None
-    direct: tuple[int, ...]
-    computed: tuple[int, ...]
-    addends: tuple[Addend, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class BackwardGraphs:
     """I and W of one backward.
 
     I has the backward's inputs. It returns the gradients of the forward's inputs at ``gradients``, then what it
-    computed for W.
+    computed for W. W takes the backward's inputs at ``direct``, then what I computed for it.
     """
 
     input_graph: fx.GraphModule
     gradients: tuple[int, ...]
-    weight_graphs: tuple[WeightGraph, ...]
+    weight_graph: fx.GraphModule
+    direct: tuple[int, ...]
+    addends: tuple[Addend, ...]
 
 
-def split_backward(
-    backward: fx.GraphModule, weights: AbstractSet[int], *, in_product: bool, at_calls: bool = False
-) -> BackwardGraphs:
+def split_backward(backward: fx.GraphModule, weights: AbstractSet[int], *, in_product: bool) -> BackwardGraphs:
     """Partition a backward graph, whose outputs are the gradients of the forward's inputs.
 
     ``weights`` are the positions of the trained weights among them. With ``in_product`` W returns the factors of a
-    gradient that is a matrix product, or a sum of some; else it returns gradients as autograd has them. With
-    ``at_calls`` W has a part for each call at which something is ready; all addends of a weight are in one part. A
-    value that is neither kept nor of one part alone is computed by each.
+    gradient that is a matrix product, or a sum of some; else it returns gradients as autograd has them.
 
     Raises:
         ValueError: the graph writes into its inputs.
@@ -100,7 +78,6 @@ def split_backward(
     of_weights = {n: x for n, x in enumerate(outputs) if n in weights and isinstance(x, fx.Node)}
     of_inputs = {n: x for n, x in enumerate(outputs) if n not in weights and isinstance(x, fx.Node)}
     shared = _ancestors(of_inputs.values()) if of_inputs else _of_several(backward.graph, of_weights)
-    shared |= _ancestors(node for node in backward.graph.nodes if is_ordered_call(node))
     rest = {node for node in backward.graph.nodes if node.op == "call_function"} - shared
     terms = [
         (n, term)
@@ -111,27 +88,18 @@ def split_backward(
     order = {node: index for index, node in enumerate(backward.graph.nodes)}
     kept = [_reshaped(node) if node in rest else node for node in _smallest_cut(results, rest, order)]
     kept.sort(key=order.__getitem__)
-    calls = [node for node in backward.graph.nodes if is_ordered_call(node)] if at_calls else []
     places = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    computed = [node for node in kept if node.op != "placeholder"]
+    direct, computed = ([n for n in kept if (n.op == "placeholder") is given] for given in (True, False))
     bases = [base_of(value) for _, term in terms for value in term.values]
     kept_bases = {*map(base_of, kept)}
-    parts = []
-    for call, own in _by_call(terms, kept, calls, order).items():
-        returned = list(dict.fromkeys(value for _, term in own for value in term.values))
-        read = _read_by(returned, kept)
-        direct = [node for node in read if node.op == "placeholder"]
-        of_i = [node for node in read if node.op != "placeholder"]
-        if call is not None:
-            give_also(call, of_i)
-        addends = [
-            Addend(n, tuple(map(returned.index, t.values)), t.is_transposed, _is_fresh(t.values[0], bases, kept_bases))
-            for n, t in own
-        ]
-        graph = _graph_of(backward, [*direct, *of_i], returned)
-        positions = tuple(map(places.index, direct)), tuple(map(computed.index, of_i))
-        parts.append(WeightGraph(graph, None if call is None else number_of(call), *positions, tuple(addends)))
-    return BackwardGraphs(_graph_of(backward, places, [*of_inputs.values(), *computed]), tuple(of_inputs), tuple(parts))
+    addends = [
+        Addend(n, tuple(map(results.index, t.values)), t.is_transposed, _is_fresh(t.values[0], bases, kept_bases))
+        for n, t in terms
+    ]
+    return BackwardGraphs(
+        _graph_of(backward, places, [*of_inputs.values(), *computed]), tuple(of_inputs),
+        _graph_of(backward, [*direct, *computed], results), tuple(map(places.index, direct)), tuple(addends),
+    )  # fmt: skip
 
 
 def bytes_of(node: fx.Node) -> int:
@@ -285,32 +253,6 @@ def _reshaped(value: fx.Node) -> fx.Node:
 
 
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.squeeze.dims}  # noqa: SLF001 - an operation
-
-
-def _read_by(results: Iterable[fx.Node], kept: Sequence[fx.Node]) -> list[fx.Node]:
-    """The kept values from which some results are computed, in their order."""
-    seen, ends, waiting = set(), {*kept}, list(results)
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [] if node in ends else node.all_input_nodes
-    return [node for node in kept if node in seen]
-
-
-def _by_call(
-    terms: Sequence[tuple[int, _Term]], kept: Sequence[fx.Node], calls: Sequence[fx.Node], order: Mapping[fx.Node, int]
-) -> dict[fx.Node | None, list[tuple[int, _Term]]]:
-    """The terms of the weights whose gradients are ready at each call, and at the end, in this order."""
-    of_weights: dict[int, list[tuple[int, _Term]]] = {}
-    for number, term in terms:
-        of_weights.setdefault(number, []).append((number, term))
-    ready: dict[fx.Node | None, list[tuple[int, _Term]]] = {call: [] for call in [*calls, None]}
-    for own in of_weights.values():
-        read = _read_by([value for _, term in own for value in term.values], kept)
-        last = max((order[node] for node in read if node.op != "placeholder"), default=-1)
-        ready[next((call for call in calls if order[call] > last), None)] += own
-    return {call: own for call, own in ready.items() if own or call is None}
 
 
 def _cost(node: fx.Node) -> int:

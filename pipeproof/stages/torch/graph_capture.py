@@ -20,8 +20,7 @@ import torch
 from torch import fx, nn
 from torch._functorch import config as aot_config
 
-from pipeproof.stages.torch.backward_graphs import Addend, WeightGraph, base_of, bytes_of, split_backward
-from pipeproof.stages.torch.graph_calls import take_at
+from pipeproof.stages.torch.backward_graphs import Addend, BackwardGraphs, base_of, bytes_of, split_backward
 from pipeproof.stages.torch.graph_errors import named_errors
 from pipeproof.stages.torch.weights import add_product
 
@@ -114,22 +113,20 @@ Adder: TypeAlias = Callable[[Any, Sequence[torch.Tensor]], None]
 
 def captured_graphs(
     graph: fx.GraphModule, example: Sequence[Any], compiler: Compiler, defer: Defer,
-    adder: Callable[[Addend], Adder], *, weights: Mapping[int, Any] | None = None, in_product: bool,
-    at_calls: bool = False,
+    adder: Callable[[Addend], Adder], *, in_product: bool,
 ) -> tuple[Callable[..., Any], KeptBytes]:  # fmt: skip
     """The graphs of a stage for inputs like ``example``, as one callable of tensors, and what a forward keeps.
 
     Trained weights are the parameters among ``example`` that require a gradient. ``adder`` makes what adds an addend
-    to the gradient of one of ``weights``, by position; by default these are the inputs of the call. With
-    ``in_product`` W leaves the factors of matrix products to the adder. With ``at_calls`` I gives ``defer`` the parts
-    of W that are ready before each of its calls, and then the rest.
+    to the gradient of one of them, an input of the call. With ``in_product`` W leaves the factors of matrix products to
+    the adder.
 
     Raises:
         NotCapturedError: the stage has a feature that graphs would leave out, or a graph would keep more memory than
             eager mode does.
     """
     _require_tensors(example)
-    make = partial(_Capture, example, defer, adder, weights, at_calls=at_calls)
+    make = partial(_Capture, example, defer, adder)
     with _settings():
         if compiler == "eager":
             capture = make(_boxed, in_product=in_product)
@@ -175,16 +172,15 @@ class _Capture:
     """
 
     def __init__(
-        self, example: Sequence[Any], defer: Defer, adder: Callable[[Addend], Adder], weights: Mapping[int, Any] | None,
-        compile_graph: Callable[..., Compiled], *, in_product: bool, at_calls: bool, most: int | None = None,
+        self, example: Sequence[Any], defer: Defer, adder: Callable[[Addend], Adder],
+        compile_graph: Callable[..., Compiled], *, in_product: bool, most: int | None = None,
     ) -> None:  # fmt: skip
         self._num_inputs = len(example)
         self._positions = [n for n, x in enumerate(example) if isinstance(x, nn.Parameter) and x.requires_grad]
         self._fixed = {n for n, x in enumerate(example) if isinstance(x, nn.Parameter)}
         self._defer, self._adder, self._compile = defer, adder, compile_graph
-        self._in_product, self._at_calls, self._most = in_product, at_calls, most
-        self._has_weights = weights is not None
-        self._weights: Mapping[int, Any] = weights or {}
+        self._in_product, self._most = in_product, most
+        self._weights: Mapping[int, Any] = {}
         self._bases: dict[str, tuple[str, int]] = {}
         self.kept = 0
 
@@ -205,8 +201,7 @@ class _Capture:
         run: Compiled = named_errors(self._compile(graph, example, **options), graph, "forward")
 
         def call(inputs: list[Any]) -> Sequence[Any]:
-            if not self._has_weights:
-                self._weights = weakref.WeakValueDictionary((n, inputs[n]) for n in self._positions)
+            self._weights = weakref.WeakValueDictionary((n, inputs[n]) for n in self._positions)
             return run(inputs)
 
         return _marked(call)
@@ -219,46 +214,34 @@ class _Capture:
             raise _KeepsMoreError
         if len(graph.graph.output_node().args[0]) != self._num_inputs:
             raise NotCapturedError("PyTorch changed the number of its gradients, as for random numbers on a device")
-        graphs = split_backward(graph, {*self._positions}, in_product=self._in_product, at_calls=self._at_calls)
+        graphs = split_backward(graph, {*self._positions}, in_product=self._in_product)
         of_inputs = graphs.input_graph
         run_input = named_errors(self._compile(of_inputs, example, **options), of_inputs, "input gradients")
-        parts = [(part, self._weight_part(part, example, options)) for part in graphs.weight_graphs]
-        saved: list[list[Any]] = []
-        for index, (part, leave) in enumerate(parts):
-            if part.call is not None:
-                take_at(part.call, partial(_leave_with, leave, saved, index))
-        number, positions = self._num_inputs, graphs.gradients
-        last, leave_last = parts[-1]
+        leave, number, positions = self._weight_part(graphs, example, options), self._num_inputs, graphs.gradients
 
         def call(inputs: list[Any]) -> Sequence[Any]:
-            saved[:] = [[inputs[n] for n in part.direct] for part, _ in parts]
+            saved = [inputs[n] for n in graphs.direct]
             found = run_input(inputs)
             gradients: list[Any] = [None] * number
             for n, gradient in zip(positions, found, strict=False):
                 gradients[n] = gradient
-            leave_last([*saved[-1], *(found[len(positions) + n] for n in last.computed)])
-            saved.clear()
+            leave([*saved, *found[len(positions) :]])
             return gradients
 
         return _marked(call)
 
     def _weight_part(
-        self, part: WeightGraph, example: Sequence[Any], options: Mapping[str, Any]
+        self, graphs: BackwardGraphs, example: Sequence[Any], options: Mapping[str, Any]
     ) -> Callable[[list[Any]], None]:
-        """A function that leaves a part of W with its inputs."""
-        places = [node for node in part.graph.graph.nodes if node.op == "placeholder"]
-        given = [example[n] for n in part.direct]
+        """A function that leaves W with its inputs."""
+        places = [node for node in graphs.weight_graph.graph.nodes if node.op == "placeholder"]
+        given = [example[n] for n in graphs.direct]
         given += [node.meta["val"] for node in places[len(given) :]]
         fixed = {**options, "static_input_idxs": ()} if options else {}
-        run = named_errors(self._compile(part.graph, given, **fixed), part.graph, "weight gradients")
-        addends = [(addend.weight, self._adder(addend)) for addend in part.addends]
+        of_weights = graphs.weight_graph
+        run = named_errors(self._compile(of_weights, given, **fixed), of_weights, "weight gradients")
+        addends = [(addend.weight, self._adder(addend)) for addend in graphs.addends]
         return lambda inputs: self._defer(partial(_weight_work, run, inputs, addends, self._weights))
-
-
-def _leave_with(
-    leave: Callable[[list[Any]], None], saved: Sequence[Sequence[Any]], index: int, computed: Sequence[Any]
-) -> None:
-    leave([*saved[index], *computed])
 
 
 def _weight_work(

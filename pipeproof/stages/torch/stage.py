@@ -23,10 +23,9 @@ from pipeproof.stages.common.weights import WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, mtp_batches, split_mtp_streams
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer import Layer
-from pipeproof.stages.describe.synthetic import IGNORED, DropoutKeys, loss_scale, micro_batch
+from pipeproof.stages.describe.synthetic import IGNORED, loss_scale, micro_batch
 from pipeproof.stages.torch.backend_ops import OPS
-from pipeproof.stages.torch.device_masks import DeviceMasks, MaskStates
-from pipeproof.stages.torch.experts import FixedTorchExperts, TorchBalance, TorchExperts
+from pipeproof.stages.torch.experts import TorchBalance, TorchExperts
 from pipeproof.stages.torch.functional import mlp_activation, rotary_tables, wide_type
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 
@@ -49,7 +48,6 @@ class TorchStage(Stage[WorkItem]):
     """A ``Stage`` on tensor-parallel rank ``tp_rank`` and expert-parallel rank ``ep_rank``; its weights are ``Weight``.
 
     ``forward`` takes the work item, which is on the device. ``exchanges`` may be None if ``topology.ep`` is 1.
-    ``weights`` are the operations with weights, by default on a new ``SplitWeights``.
 
     Raises:
         ValueError: as ``Stage``; or ``ep_rank`` and ``topology.ep`` do not fit.
@@ -66,13 +64,10 @@ class TorchStage(Stage[WorkItem]):
         exchanges: ExpertCollectives | None = None,
         lent: Mapping[str, Weight] | None = None,
         context: ContextCollectives | None = None,
-        weights: SplitWeights | None = None,
     ) -> None:
         run, model = plan.run, plan.gpt
         dtype: torch.dtype = getattr(torch, run.dtype)
-        self._split_weights = SplitWeights(device) if weights is None else weights
-        self._mask_states = MaskStates(plan, layers, device)
-        self._draws_on_device = model.dropout is not None and (run.device == "gpu" or run.compiler is not None)
+        self._split_weights = SplitWeights(device)
         self._tables = rotary_tables(model.seq_length, model.rotary_size, dtype, device)
         experts = expert_region(OPS, plan, tp_rank, ep_rank, exchanges)
 
@@ -89,23 +84,13 @@ class TorchStage(Stage[WorkItem]):
             tables=self._tables,
             maker=WeightMaker(draw_dtype="float64", make=weight, borrow=BorrowedWeight),
             balance=TorchBalance(plan, layers, device, adds_losses=tp_rank == 0),
-            experts=FixedTorchExperts if run.replay else TorchExperts,
+            experts=TorchExperts,
         )
         super().__init__(layer_ops, plan, layers, tp_rank, collectives, experts, lent, context)
-
-    def load_masks(self, step: int, first: int) -> None:
-        """Put the states of a step's dropout masks on the device, of the micro-batches from ``first`` on."""
-        if self._draws_on_device:
-            self._mask_states.load(step, first)
 
     def accumulate_deferred(self) -> None:
         """Add the weight gradients that the running backward has deferred so far."""
         self._split_weights.accumulate_deferred()
-
-    def _dropout_keys(self, step: int, index: int) -> DropoutKeys:
-        if not self._draws_on_device:
-            return super()._dropout_keys(step, index)
-        return DeviceMasks(self._plan, step, index, self._mask_states.of(index), self._mask_states.positions)
 
     def _work_item(self, batch: WorkItem, step: int, index: int, split: int) -> WorkItem:
         return batch

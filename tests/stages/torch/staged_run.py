@@ -70,8 +70,6 @@ class StagedRun:
             first = (dp * topology.ep + coords["ep"]) * schedule.num_micro_batches
             batches = StepBatches(self.plan, first, CPU)
             batches.load(step)
-            for stage in stages:
-                stage.load_masks(step, first)
             for index in range(first, first + schedule.num_micro_batches):
                 splits = range(schedule.num_sequence_splits) if topology.cp == 1 else [coords["cp"]]
                 forwards = [

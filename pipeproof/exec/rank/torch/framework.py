@@ -21,7 +21,6 @@ from pipeproof.stages.common.experts import Balance
 from pipeproof.stages.common.work_items import WorkItem
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.torch.functional import wide_type
-from pipeproof.stages.torch.graph_stage import GraphStage
 from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.torch.runtime import start_torch
 from pipeproof.stages.torch.stage import StepBatches, TorchStage, member_values, with_member
@@ -39,12 +38,6 @@ class TorchGptStage(GptStage):
         super().__init__(plan, number, coords, stage)
         self._torch_stage = stage
         self._batches, self._batch_first = batches, plan.spec.gpt.activation_order == "bsh"
-
-    def capture(self) -> str:
-        """Make the graphs of a ``GraphStage``; return why it does not run as graphs, empty if it does."""
-        assert isinstance(self._torch_stage, GraphStage), "the plan has no run.compiler"
-        self._torch_stage.capture()
-        return self._torch_stage.reason
 
     def accumulate_deferred(self) -> None:
         """Compute the weight gradients that the running backward has deferred so far."""
@@ -73,19 +66,13 @@ class TorchStages:
     ) -> None:
         self._plan, self._coords, self._collectives, self._device = plan, coords, collectives, device
         data_rank = coords["dp"] * plan.mesh.size("ep") + coords["ep"]
-        self._first = data_rank * plan.spec.schedule.num_micro_batches
-        self._batches = StepBatches(plan.spec, self._first, device)
-        self._made: list[TorchStage] = []
+        self._batches = StepBatches(plan.spec, data_rank * plan.spec.schedule.num_micro_batches, device)
 
     def make(self, number: int, lent: Mapping[str, Weight]) -> RankStage:
         """Return a stage, with the weights that the rank's other stages lend it."""
         spec, layers = self._plan.spec, self._plan.layers_of(number)
-        if spec.run.compiler is not None:
-            stage: TorchStage = GraphStage(spec, layers, self._device, number, lent, self._coords, self._collectives)
-        else:
-            ranks = self._coords["tp"], self._collectives, self._coords["ep"], self._collectives
-            stage = TorchStage(spec, layers, self._device, *ranks, lent=lent, context=self._collectives)
-        self._made.append(stage)
+        ranks = self._coords["tp"], self._collectives, self._coords["ep"], self._collectives
+        stage = TorchStage(spec, layers, self._device, *ranks, lent=lent, context=self._collectives)
         return TorchGptStage(self._plan, number, self._coords, stage, self._batches)
 
     def routers(self, stage: RankStage) -> TorchRouters | None:
@@ -93,10 +80,8 @@ class TorchStages:
         return TorchRouters(stage.balance) if isinstance(stage, TorchGptStage) else None
 
     def load(self, step: int) -> None:
-        """Draw a step's micro-batches and copy them to the device, with the states of its dropout masks."""
+        """Draw a step's micro-batches and copy them to the device."""
         self._batches.load(step)
-        for stage in self._made:
-            stage.load_masks(step, self._first)
 
 
 class TorchRouters(GptRouters):
