@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -125,20 +124,6 @@ def test_a_host_with_another_plan_is_refused_on_both_sides(hosts):
     for host in range(2):
         assert "error[PP947]: rank 0: rank 2 on" in hosts.output(host)
         assert "the plan's graph" in hosts.output(host)
-
-
-def test_ranks_that_a_shell_started_by_hand_outlive_it(hosts):
-    plan, script = plan_of(hosts, topology={"pp": 2}), hosts.directory / "start.py"
-    command = f"{sys.executable} -m pipeproof rehearse {plan}"
-    ranks = [f"RANK={rank} LOCAL_RANK={rank} {command} > rank{rank}.txt 2>&1 &" for rank in range(2)]
-    script.write_text(f"import os\nos.system({' '.join(ranks)!r})\n")
-    address = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": str(hosts.port)}
-    assert hosts.start(0, script, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", **address).wait(PATIENCE_S) == 0
-    ends = time.monotonic() + PATIENCE_S
-    while hosts.left()[1] and time.monotonic() < ends:
-        time.sleep(0.2)
-    assert hosts.left() == ([], [])
-    assert "correct: every element arrived" in (hosts.home(0) / "rank0.txt").read_text()
 
 
 SCRIPT = """
@@ -299,35 +284,3 @@ def test_a_network_that_is_cut_ends_both_hosts(hosts, running):
     assert [process.wait(PATIENCE_S) for process in processes] == [3, 3]
     assert "rank 2 does not answer" in hosts.output(0)
     assert "the store of the process group does not answer" in hosts.output(1)
-
-
-def test_a_second_run_at_the_address_is_refused_and_the_first_continues(hosts, running):
-    processes, _ = running
-    second = started(hosts, 1, "rehearse", hosts.directory / "plan.json", "--timeout", "10", program=long(hosts))
-    assert second.wait(PATIENCE_S) == 2
-    assert "error[PP947]: another process came as rank 2 of run" in hosts.output(1)
-    assert [process.poll() for process in processes] == [None, None]
-
-
-def test_a_restarted_attempt_reads_nothing_of_the_one_before(hosts):
-    """The agents' store lives through both attempts; the first fails by an injected error."""
-    plan, once = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4}), hosts.directory / "once.py"
-    once.write_text(
-        "import os, sys\n"
-        "from pipeproof.cli.main import main\n"
-        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "    sys.argv += ['--inject', '3:3F1:raise']\n"
-        "main()\n"
-    )
-    processes = [
-        hosts.start(
-            host, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1,
-            "--rdzv-backend", "c10d", "--rdzv-id", "again", "--rdzv-endpoint", f"{hosts.address(0)}:{hosts.port}",
-            "--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", hosts.address(host), once, "rehearse", plan,
-        )
-        for host in range(2)
-    ]  # fmt: skip
-    assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
-    output = hosts.output(0) + hosts.output(1)
-    assert "rank 3: RuntimeError while it is in step 0, 3F1 (stage 3, micro-batch 1)" in output
-    assert output.count("every element arrived where the plan needs it") == 1

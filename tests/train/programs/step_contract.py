@@ -1,7 +1,6 @@
-"""Two processes: random nested arguments, block masks, position ids of axes, packed documents, collators' dicts."""
+"""Two processes: random nested arguments, block masks, packed documents, collators' dicts."""
 
 import random
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,17 +30,6 @@ class Mixed(nn.Module):
                 scale = leaf.float().reshape(len(x), -1).mean(-1) if leaf.dim() else leaf.expand(len(x))
                 h = h * (1 + scale[:, None])
         return h
-
-
-class Named(nn.Module):
-    """A stage that takes some arguments by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, *, factor, offset=None):
-        return self.linear(x) * factor if offset is None else self.linear(x) * factor + offset
 
 
 def made(classes):
@@ -174,41 +162,6 @@ def block_masks():
     say("block_masks")
 
 
-class Rotated(nn.Module):
-    """Position ids of three axes, such as those of Qwen2-VL: [3, batch, sequence]."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, position_ids):
-        return self.linear(x) * position_ids.sum(0)[..., None].cos()
-
-
-def several_axes():
-    """``split_dims`` names the dim of the rows; without it the example is refused, also with as many rows as axes."""
-    torch.manual_seed(3)
-    for rows, size in ((3, 1), (6, 2)):
-        x, y = torch.randn(rows, LENGTH, 4), torch.randn(rows, LENGTH, 4)
-        positions = torch.randint(9, (3, rows, LENGTH))
-        modules = made([Rotated, Rotated])
-        own = own_copies(modules, [dist.get_rank()])
-        options = {
-            "num_micro_batches": 3, "loss_fn": F.mse_loss, "example": (x[:size],),
-            "example_kwargs": {"position_ids": positions[:, :size]},
-        }  # fmt: skip
-        refused(partial(Pipeline, own, **options), "position_ids", "split_dims={'position_ids': 1}")
-        pipe = Pipeline(own, **options, split_dims={"position_ids": 1})
-        parts = [
-            (a, b, [{"position_ids": p}] * 2)
-            for a, b, p in zip(x.split(size), y.split(size), positions.split(size, 1), strict=True)
-        ]
-        expected = looped(modules, parts)
-        require_same(pipe, own, modules, expected, x, target=y, position_ids=positions)
-        pipe.close()
-    say("several_axes")
-
-
 class Embed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -275,32 +228,6 @@ def collators_dicts():
     say("collators_dicts")
 
 
-def single_stages():
-    """Stages get what their forwards accept; a name that none accepts is refused on all ranks."""
-    torch.manual_seed(5)
-    x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
-    factor, offset = torch.randn(ROWS, 1), torch.randn(ROWS, 4)
-    modules = made([Named, Named])
-    own = own_copies(modules, [dist.get_rank()])
-    options = {
-        "num_micro_batches": NUM, "loss_fn": F.mse_loss, "example": (x[:SIZE],), "example_kwargs": {"factor": 1.0},
-    }  # fmt: skip
-    pipe = Pipeline(own, **options)
-    parts = [
-        (*part_of((x, y), i), [{"factor": 2.0}, {"factor": part_of(factor, i), "offset": part_of(offset, i)}])
-        for i in range(NUM)
-    ]
-    expected = looped(modules, parts)
-    require_same(
-        pipe, own, modules, expected,
-        x, target=y, factor=2.0, stage_kwargs={1: {"factor": factor, "offset": offset}},
-    )  # fmt: skip
-    refused(lambda: pipe.step(x, target=y, factor=2.0, ofset=offset), "no stage accepts", "'ofset'", "offset")
-    pipe.close()
-    refused(lambda: Pipeline(own, **options, same_kwargs=["fcator"]), "same_kwargs names 'fcator'", "factor")
-    say("single_stages")
-
-
 def other_rows():
     """``check_inputs`` compares what the ranks were given; the error is one text on all ranks."""
     torch.manual_seed(6)
@@ -318,8 +245,8 @@ def other_rows():
 
 
 CASES = {
-    "random_arguments": random_arguments, "block_masks": block_masks, "several_axes": several_axes,
-    "collators_dicts": collators_dicts, "single_stages": single_stages, "other_rows": other_rows,
+    "random_arguments": random_arguments, "block_masks": block_masks, "collators_dicts": collators_dicts,
+    "other_rows": other_rows,
 }  # fmt: skip
 
 if __name__ == "__main__":
