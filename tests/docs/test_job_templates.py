@@ -51,9 +51,16 @@ def recorded(tmp_path):
         for name in ("torchrun", "python", "srun"):
             (tmp_path / name).write_text(RECORDER.format(python=sys.executable))
             (tmp_path / name).chmod(0o755)
+        (tmp_path / "scontrol").write_text("#!/bin/sh\necho node-1\n")
+        (tmp_path / "scontrol").chmod(0o755)
         record = tmp_path / "record"
         record.write_text("")
-        variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RECORD": str(record), **environment}
+        variables = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "RECORD": str(record),
+            "SLURM_JOB_NODELIST": "node-[1-2]",
+            **environment,
+        }
         done = subprocess.run(["bash", "-c", text, "job.sh", *arguments], env=variables, check=False, timeout=60)
         return done.returncode, [json.loads(line) for line in record.read_text().splitlines()]
 
@@ -211,13 +218,15 @@ def test_real_ranks_rehearse_and_train(name, backend, tmp_path):
         "python": '#!/bin/sh\nexec {python} "$@"\n',
         "torchrun": '#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n',
         "srun": SRUN,
+        "scontrol": "#!/bin/sh\necho localhost\n",
     }
     for command, text in commands.items():
         (tmp_path / command).write_text(text.format(python=sys.executable))
         (tmp_path / command).chmod(0o755)
     one_host = TEMPLATES[name].replace("--nnodes 2 --nproc-per-node 8", "--nnodes 1 --nproc-per-node 2")
     one_host = one_host.replace("HOST_0=10.0.0.1", "HOST_0=127.0.0.1")
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost"} if name == "slurm.sh" else {}
+    one_host = one_host.replace("MASTER_PORT=29500", f"MASTER_PORT={20_000 + os.getpid() % 10_000}")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"} if name == "slurm.sh" else {}
     done = subprocess.run(
         ["bash", "-c", one_host, "job.sh", "0"],
         cwd=tmp_path,

@@ -145,7 +145,7 @@ def variables(launcher, host, num_hosts, per_host, local, address, port):
     assert launcher == "slurm"
     return {
         "SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_STEP_NUM_TASKS": size, "SLURM_LOCALID": local,
-        "SLURM_NODEID": host, "SLURM_STEP_TASKS_PER_NODE": f"{per_host}(x{num_hosts})", "SLURM_STEP_NODELIST": address,
+        "SLURM_NODEID": host, "SLURM_STEP_TASKS_PER_NODE": f"{per_host}(x{num_hosts})",
         "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "MASTER_ADDR": address, "MASTER_PORT": port,
     }  # fmt: skip
 

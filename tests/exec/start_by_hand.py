@@ -17,9 +17,10 @@ def environment(rank, port):
         "SLURM_LOCALID": str(rank),
         "SLURM_NODEID": "0",
         "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_JOB_ID": str(port),  # of which the port is derived
+        "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }
 
 

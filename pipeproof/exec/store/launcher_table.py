@@ -11,8 +11,7 @@ the inner launcher, so only the innermost launcher describes this process. ``LAU
    The one of the plan's framework is taken.
 2. ``mpirun`` is called in a Slurm job, never the other way round. On hosts other than the first Slurm's variables are
    those of Open MPI's daemon.
-3. ``srun`` inside a container of Kubernetes (Slinky, Soperator) starts the process; the pod's variables are older.
-4. Kubernetes starts the container, and is never called from inside.
+3. ``srun`` starts the process.
 
 A variable with an empty value counts as missing. Each column of a row lists sources in the order in which they are
 taken: a source is one or more variables that must all be set, and a function of their texts.
@@ -21,78 +20,15 @@ taken: a source is one or more variables that must all be set, and a function of
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.store.run_codes import WORLD_SIZE
 
-FIRST_PORT, NUM_PORTS = 20_000, 10_000
-"""Ports that jobs get: below the range from which Linux takes a port for a connection (32768 to 60999)."""
-
-_NODE = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
-_BRACKET = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 _TASK_LIST = re.compile(f"{_TASKS.pattern}(?:,{_TASKS.pattern})*")
-
-_Numbers = tuple[range, int]
-"""Numbers of one range of a bracket, and the width to which each is filled with zeros."""
-
-
-def expand_hosts(text: str) -> Iterator[str]:
-    """Names of the hosts of a node list such as ``node[01-03,7],gpu-a``, in its order.
-
-    The list is read before the first name is returned, but a long range takes no memory.
-
-    Raises:
-        ValueError: this is no node list; the message quotes the part that is wrong.
-    """
-    parts, position = [], 0
-    while True:
-        match = _NODE.match(text, position)
-        if match is None:
-            raise ValueError(f"{text[position:] or text!r} is no node list")
-        alternating = enumerate(_BRACKET.split(match[0]))  # texts, and the contents of brackets
-        parts.append([_numbers_of(text) if index % 2 else text for index, text in alternating])
-        position = match.end()
-        if position == len(text):
-            break
-        if text[position] != ",":
-            raise ValueError(f"{text[position:]!r} is no node list")
-        position += 1
-    return (host for part in parts for host in _expanded(part))
-
-
-def first_host(text: str) -> str:
-    """Name of the first host of a node list."""
-    return next(expand_hosts(text))
-
-
-def _numbers_of(text: str) -> list[_Numbers]:
-    ranges = []
-    for item in text.split(","):
-        match = _RANGE.fullmatch(item)
-        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-            raise ValueError(f"[{text}] has no range {item!r}")
-        ranges.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
-    return ranges
-
-
-def _expanded(parts: Sequence[str | list[_Numbers]]) -> Iterator[str]:
-    """Names of one part of a node list; the last bracket changes fastest."""
-    if not parts:
-        yield ""
-        return
-    first, *rest = parts
-    if isinstance(first, str):
-        beginnings: Iterator[str] = iter([first])
-    else:
-        beginnings = (f"{number:0{width}d}" for numbers, width in first for number in numbers)
-    for beginning in beginnings:
-        for end in _expanded(rest):
-            yield beginning + end
 
 
 def tasks_on_node(text: str, node: str) -> int:
@@ -109,14 +45,6 @@ def tasks_on_node(text: str, node: str) -> int:
         if index < 0:
             return int(tasks)
     raise ValueError(f"{text!r} has no node {node}")
-
-
-def port_of_step(job: str, step: str) -> int:
-    """Port of a job step's master: every task derives the same one, and steps that run at once rarely share it.
-
-    Consecutive jobs have consecutive ports. A step's distance is a prime, so that steps of a job are far apart.
-    """
-    return FIRST_PORT + (int(job) + 1_009 * int(step)) % NUM_PORTS
 
 
 _T = TypeVar("_T")
@@ -275,13 +203,13 @@ OPEN_MPI = LauncherRow(
     attempt=(),
 )
 
-# Sources: man srun, "OUTPUT ENVIRONMENT VARIABLES". The STEP variables are of the step; SLURM_NTASKS and
-# SLURM_JOB_NODELIST may be the allocation's, which can be larger. Task 0 is on the step's first host. sbatch sets
+# Sources: man srun, "OUTPUT ENVIRONMENT VARIABLES". The STEP variables are of the step; SLURM_NTASKS may be the
+# allocation's, which can be larger. sbatch sets
 # SLURM_PROCID and SLURM_NTASKS for its script, too, but no SLURM_STEP_ID; salloc sets no SLURM_PROCID.
 # SLURM_RESTART_COUNT is set only in a job that was requeued.
 SLURM = LauncherRow(
     name="Slurm (srun)",
-    command="srun --ntasks {ranks}",
+    command="srun --ntasks {ranks} --export=ALL,MASTER_ADDR=HOST_OF_RANK_0,MASTER_PORT=29500",
     backend=None,
     marks=(("SLURM_PROCID",),),
     rank=_numbers("SLURM_PROCID"),
@@ -289,37 +217,14 @@ SLURM = LauncherRow(
     local_rank=_numbers("SLURM_LOCALID"),
     local_world_size=(Source(("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"), tasks_on_node),),
     host=_numbers("SLURM_NODEID"),
-    master_host=(
-        _MASTER_HOST,
-        Source(("SLURM_STEP_NODELIST",), first_host),
-        Source(("SLURM_JOB_NODELIST",), first_host),
-    ),
-    master_port=(_MASTER_PORT, Source(("SLURM_JOB_ID", "SLURM_STEP_ID"), port_of_step)),
+    master_host=(_MASTER_HOST,),
+    master_port=(_MASTER_PORT,),
     run_id=(Source(("SLURM_JOB_ID", "SLURM_STEP_ID"), "{}.{}".format),),
     attempt=_numbers("SLURM_RESTART_COUNT"),
     starts_one=_is_alone_in_slurm,
 )
 
-# Sources: kubernetes.io, "Indexed Job": JOB_COMPLETION_INDEX is the only variable that Kubernetes sets. The manifest
-# sets ours, and in MASTER_ADDR the name of pod 0 in the headless service. Each pod is one rank on its own network, so
-# PyTorch's usual port is free. Without PIPEPROOF_WORLD_SIZE and MASTER_ADDR the pods are independent, as in a sweep.
-KUBERNETES = LauncherRow(
-    name="Kubernetes (Indexed Job)",
-    command="kubectl create -f JOB.yaml  # completionMode: Indexed, completions and PIPEPROOF_WORLD_SIZE: {ranks}",
-    backend=None,
-    marks=(("PIPEPROOF_WORLD_SIZE",), ("JOB_COMPLETION_INDEX", "MASTER_ADDR")),
-    rank=_numbers("JOB_COMPLETION_INDEX"),
-    world_size=_numbers("PIPEPROOF_WORLD_SIZE"),
-    local_rank=(Source((), lambda: 0),),
-    local_world_size=(Source((), lambda: 1),),
-    host=_numbers("JOB_COMPLETION_INDEX"),
-    master_host=(_MASTER_HOST,),
-    master_port=(_MASTER_PORT, Source((), lambda: 29_500)),
-    run_id=_texts("PIPEPROOF_RUN_ID"),
-    attempt=_numbers("PIPEPROOF_ATTEMPT"),
-)
-
-LAUNCHERS = (TORCHRUN, PADDLE, OPEN_MPI, SLURM, KUBERNETES)
+LAUNCHERS = (TORCHRUN, PADDLE, OPEN_MPI, SLURM)
 """From the inside out. Of the first two the one of the plan's framework is taken."""
 
 OF_BACKEND = {"torch": TORCHRUN, "paddle": PADDLE}
