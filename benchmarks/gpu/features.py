@@ -47,6 +47,7 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
         yield f"sequence 4096, {kind}", {**long, "run": long_run}
         if device == "gpu" and kind == "zb_v":
             yield f"sequence 4096, {kind}, not deterministic", {**long, "run": {**long_run, "deterministic": False}}
+            yield f"sequence 4096, {kind}, replayed", {**long, "run": {**long_run, "replay": True, "steps": 4}}
     for name, sections in FEATURES.items():
         yield name, plan_dict(**{**copy.deepcopy(sections), "run": {**sections.get("run", {}), **run}})
     experts = {"num_experts": 8, "top_k": 4, "ffn_size": 256, "dispatcher": "all_gather", "aux_loss": 0.1}
@@ -55,6 +56,10 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     yield "experts by all-gather, ep 2", {**gathered, "run": {**run, "dtype": "bfloat16"}}
     turns = {**gathered, "schedule": {**gathered["schedule"], "overlap": "pairs"}}
     yield "experts by all-gather, ep 2, turns", {**turns, "run": {**run, "dtype": "bfloat16"}}
+    if device == "gpu":  # in one product for all experts of a rank, with more rows than visits
+        replayed = {**run, "dtype": "bfloat16", "replay": True, "steps": 4}
+        yield "experts by all-gather, ep 2, replayed", {**gathered, "run": replayed}
+        yield "experts by all-gather, ep 2, turns, replayed", {**turns, "run": replayed}
     for name, topology in GROUPS.items():
         model = {"model": FEATURES["experts"]["model"]} if name == "ep 2" else {}
         yield name, plan_dict(topology={"pp": 1, **topology}, stages=None, run=run, **copy.deepcopy(model))

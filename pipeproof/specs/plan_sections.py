@@ -226,6 +226,11 @@ class RunSpec(Section):
         description="Largest global norm of the gradients; larger gradients are scaled down to it before the "
         "optimizer's step. Without it, there is no clipping.",
     )
+    replay: bool = Field(
+        default=False,
+        description="On GPUs, whether steps from the second on replay one CUDA graph of the whole step, communication "
+        "included, so that the host has no work in them.",
+    )
     deterministic: bool = Field(
         default=True,
         description="On GPUs, whether PyTorch uses only kernels that add in one order in every run. Otherwise "

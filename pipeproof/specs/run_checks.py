@@ -1,4 +1,4 @@
-"""Checks of ``run``: devices and types of each framework, and the main gradients."""
+"""Checks of ``run``: devices and types of each framework, the main gradients, and CUDA graph replay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.plan_sections import PlanSections
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
+_ALIGNED = 8
+"""Rows of the kernel for all experts begin at multiples of 16 bytes: 8 elements of 16 bits."""
 
 
 def check_run(plan: PlanSections) -> list[Problem]:
-    """PP106: Paddle has no 16-bit types.
+    """PP106: Paddle has no 16-bit types, and replay is of fixed steps.
 
     16-bit main weights are too narrow for AdamW's epsilon (float16), and for the squares of all gradients.
     """
@@ -23,6 +25,8 @@ def check_run(plan: PlanSections) -> list[Problem]:
         message = f"run.dtype {run.dtype} is for `run.backend: torch`, and the backend is paddle"
         fix = "use float32 or float64, or `backend: torch`"
         problems.append(Problem("PP106", ("run", "dtype"), message, help=fix))
+    if run.replay:
+        problems += _check_replay(plan)
     if not run.deterministic and (run.backend, run.device) != ("torch", "gpu"):
         message = (
             f"`deterministic: false` is for PyTorch on GPUs, and {run.backend} on {run.device} has one order of sums"
@@ -38,6 +42,40 @@ def check_run(plan: PlanSections) -> list[Problem]:
         fix = "set run.main_grad_dtype to float32, or remove clip_norm"
         problems.append(Problem("PP106", ("run", "clip_norm"), message, help=fix))
     return problems
+
+
+def _check_replay(plan: PlanSections) -> list[Problem]:
+    """A CUDA graph has fixed shapes, and nothing in it waits for the host."""
+    model, path = plan.gpt, ("run", "replay")
+    if plan.run.device != "gpu" or plan.run.backend != "torch":
+        fact = "run.device is cpu" if plan.run.device != "gpu" else "run.backend is paddle"
+        message = f"run.replay captures a CUDA graph with PyTorch, and {fact}"
+        return [Problem("PP106", path, message, help="remove it, or use `backend: torch` and `device: gpu`")]
+    dynamic = []
+    if model.moe is not None and not _has_fused_experts(plan):
+        reason = "the host reads the number of tokens of each expert, except with ep 1 or `dispatcher: all_gather`, "
+        dynamic.append(("model.moe", reason + f"bfloat16 throughout and sizes that divide by {_ALIGNED}"))
+    if model.dropout is not None:
+        dynamic.append(("model.dropout", "the host draws the masks of each step"))
+    if plan.buffers.free_output != "after_backward":
+        dynamic.append(("buffers.free_output", "memory that is freed early moves"))
+    return [
+        Problem("PP106", path, f"run.replay with {key}: {reason}, and a CUDA graph is fixed", help="remove run.replay")
+        for key, reason in dynamic
+    ]
+
+
+def _has_fused_experts(plan: PlanSections) -> bool:
+    """True if all experts of a rank are one kernel that reads the numbers of tokens on the device.
+
+    The condition is that of ``pipeproof.stages.torch.functional``. For an all-to-all, the host must know how many
+    tokens come from other ranks.
+    """
+    moe, run, topology = plan.model.moe, plan.run, plan.topology
+    assert moe is not None
+    is_aligned = not any(size % _ALIGNED for size in (plan.gpt.hidden_size, moe.ffn_size // topology.tp))
+    is_fixed = topology.ep == 1 or moe.dispatcher == "all_gather"
+    return is_aligned and is_fixed and run.dtype == run.weight_dtype == "bfloat16"
 
 
 def check_main_grad(plan: PlanSections) -> list[Problem]:

@@ -36,7 +36,7 @@ from pipeproof.state.state_layout import file_name, whole_state
 from pipeproof.system_calls import sync
 from pipeproof.version import __version__
 
-_NOT_VALUES = ("steps", "device", "backend", "deterministic")
+_NOT_VALUES = ("steps", "replay", "device", "backend", "compiler", "deterministic")
 """Keys of ``run`` that may differ when a run is resumed: the framework is compared separately."""
 _OF_SCHEDULE = {
     "num_micro_batches", "micro_batch_size", "last_micro_batch_size", "seq_lengths", "num_sequence_splits"

@@ -3,7 +3,7 @@
 import threading
 from queue import SimpleQueue
 
-from pipeproof.exec.rank.device_progress import follow_device
+from pipeproof.exec.rank.step_replay import follow_device
 
 PATIENCE_S = 60
 

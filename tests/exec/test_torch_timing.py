@@ -271,6 +271,21 @@ def test_a_run_over_gloo_writes_a_profile_with_both_parts_of_backwards(tmp_path)
     assert float(cost.backward_weight_of(0)) == pytest.approx(of_stage_0["W"])
 
 
+def test_a_profile_of_replayed_steps_is_refused(monkeypatch):
+    from pipeproof.diagnostics.finding import PipeproofError
+    from pipeproof.exec.launch.run_plan import RunOptions, require_runnable
+    from pipeproof.exec.rank import gpu_assignment
+    from pipeproof.verify.check_plan import check_subject
+
+    monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 2)
+    plan = plan_dict(run={"backend": "torch", "device": "gpu", "steps": 3, "replay": True})
+    report = check_subject(subject(**plan))
+    require_runnable(report, RunOptions())
+    with pytest.raises(PipeproofError, match=r"PP909: --profile .* run\.replay") as error:
+        require_runnable(report, RunOptions(profile=True))
+    assert "replay: false" in error.value.findings[0].help
+
+
 @pytest.mark.parametrize(
     ("device", "is_timed", "clock", "said"),
     [("cpu", True, "host", None), ("gpu", True, "device", "the GPU's"), ("gpu", False, "issue", "the host issued")],

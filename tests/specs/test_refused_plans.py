@@ -16,6 +16,8 @@ MLA = {"kv_rank": 4, "nope_head_size": 2, "rope_head_size": 2, "value_head_size"
 HIDDEN = {"name": "hidden", "dims": "sbh"}
 CUSTOM = {"kind": "custom", "programs": [["0F0"], ["1F0"]]}
 FILE = {"kind": "file", "path": "s.csv"}
+GPU = {"backend": "torch", "device": "gpu", "replay": True}
+SIXTEEN = {**GPU, "dtype": "bfloat16"}
 
 
 def compressed(**changes):
@@ -200,6 +202,13 @@ REFUSED = [
     ({"run": {"clip_norm": float("inf")}}, "PP106", "clip_norm"),
     ({"run": {"clip_norm": float("nan")}}, "PP106", "clip_norm"),
     ({"run": {"clip_norm": "1"}}, "PP105", "clip_norm"),
+    ({"run": {"backend": "torch", "replay": True}}, "PP106", ("run.device is cpu", "remove")),
+    ({"run": GPU, "model": {"moe": MOE}}, "PP106", ("model.moe", "remove")),
+    ({"run": GPU, "model": {"dropout": 0.1}}, "PP106", ("model.dropout", "remove")),
+    ({"run": {**SIXTEEN, "main_grad_dtype": "float32"}, "model": {"moe": MOE}}, "PP106", ("model.moe", "remove")),
+    ({"run": SIXTEEN, "model": {"moe": {**MOE, "ffn_size": 12}}}, "PP106", ("model.moe", "remove")),
+    ({"run": SIXTEEN, "model": {"moe": MOE}, "topology": {"ep": 2}}, "PP106", ("model.moe", "remove")),
+    ({"run": GPU, "buffers": {"free_output": "after_send_done"}}, "PP106", ("buffers.free_output", "remove")),
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ def test_runs_of_pytorch(run):
     ("run", "fact"),
     [
         ({"dtype": "bfloat16"}, "run.dtype bfloat16 is for `run.backend: torch`, and the backend is paddle"),
+        ({"device": "gpu", "replay": True}, "run.replay captures a CUDA graph with PyTorch, and run.backend is paddle"),
         ({"backend": "torch", "dtype": "float16"}, "AdamW's epsilon, 1e-8, is zero in float16"),
         ({**SIXTEEN, "clip_norm": 1.0}, "which bfloat16 cannot add up"),
         ({"backend": "torch", "deterministic": False}, "torch on cpu has one order of sums"),
@@ -44,3 +45,14 @@ def test_unsupported_options_are_refused_at_their_key(run, fact):
 
 def test_paddle_computes_on_gpus_too():
     assert plan_from_dict(plan_dict(run={"backend": "paddle", "device": "gpu"})).spec.run.device == "gpu"
+
+
+REPLAYED = {"backend": "torch", "device": "gpu", "replay": True}
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_size": 8}
+
+
+@pytest.mark.parametrize(
+    "sections", [{"run": REPLAYED}, {"run": {**REPLAYED, "dtype": "bfloat16"}, "model": {"moe": EXPERTS}}]
+)
+def test_a_step_of_fixed_shapes_is_replayed(sections):
+    assert plan_from_dict(plan_dict(**sections)).spec.run.replay

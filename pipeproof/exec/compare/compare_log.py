@@ -60,7 +60,7 @@ def compare_log(
 
     The entries are read once, and those of one step are in memory at a time.
 
-    ``num_steps`` is the number of steps with a log, from ``first_step`` on.
+    ``num_steps`` is the number of steps with a log, from ``first_step`` on; replayed steps have none.
 
     The host's entries are compared in the order of the log. A transfer's entry is written when the host waits for it,
     so those of a channel are compared in the order of execution.

@@ -256,7 +256,7 @@ def render_run(report: RunReport, console: Console, *, verbose: bool = False) ->
     if verbose or not report.passed:
         _print_sides(report, console)
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
-    console.print(f"executed log {verb} the verified graph{CLOCKS[report.clock]}")
+    console.print(f"executed log {verb} the verified graph{_logged_steps(report)}{CLOCKS[report.clock]}")
     if report.passed and report.is_checked_by_bound:
         gradients = " and every gradient of the first step" if report.starts_from_initial_weights else ""
         console.print(f"[bold green]matches[/]: every loss{gradients}, within the bound")
@@ -293,6 +293,15 @@ CLOCKS: Mapping[LogClock, str] = MappingProxyType(
     }
 )
 """Remark about the times of a log, by its clock."""
+
+
+def _logged_steps(report: RunReport) -> str:
+    """Remark that later steps were replayed, so that only the first two have a log."""
+    if report.num_logged_steps in (None, len(report.steps)):
+        return ""
+    first, last = report.steps[0].step, report.steps[-1].step
+    second = first + 1
+    return f" in steps {first} and {second}; steps {second} to {last} replay the CUDA graph captured in step {second}"
 
 
 _Result = TypeVar("_Result")

@@ -47,6 +47,7 @@ from pipeproof.exec.rank.job_files import (
     load_json,
 )
 from pipeproof.exec.rank.op_log import LogEntry, Timing
+from pipeproof.exec.rank.step_replay import num_logged_steps
 from pipeproof.exec.store.run_codes import BACKEND_MISSING, NOT_EXECUTED
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
@@ -184,7 +185,7 @@ def _require_backend(run: RunSpec) -> None:
 
 
 def _require_times(subject: Subject, options: RunOptions) -> None:
-    """Refuse to profile Paddle on GPUs, which has no clock."""
+    """Refuse to profile a CUDA graph replay, which has no single operations, and Paddle on GPUs, which has no clock."""
     run = subject.plan.spec.run
     if options.profile and (run.backend, run.device) == ("paddle", "gpu"):
         raise PipeproofError(
@@ -192,6 +193,14 @@ def _require_times(subject: Subject, options: RunOptions) -> None:
                 "--profile needs the GPU's clock, which only the PyTorch backend reads",
                 location=subject.locate("run", "device"),
                 help="run without --profile, or with `backend: torch`",
+            )
+        )
+    if options.profile and subject.plan.spec.run.replay:
+        raise PipeproofError(
+            NOT_EXECUTED.finding(
+                "--profile times single operations, and run.replay executes whole steps",
+                location=subject.locate("run", "replay"),
+                help="measure with `replay: false`: the operations are the same",
             )
         )
 
@@ -301,6 +310,7 @@ def finish_report(report: Report, job: Job, steps: Sequence[StepResult], threads
         timeline=measured_timeline(subject, logs),
         parallel_bound=parallel_bound(spec) if needs_ordered_reference(subject.plan) else 0.0,
         is_checked_by_bound=is_checked_by_bound(subject.plan),
+        num_logged_steps=num_logged_steps(spec.run, layers=job.layers, first_step=job.checkpoint.first_step),
         reference_from_state=job.checkpoint.reference_from_state,
         threads=threads,
         accumulation=accumulation_of(subject.plan),
@@ -312,7 +322,7 @@ def finish_report(report: Report, job: Job, steps: Sequence[StepResult], threads
 def _log_findings(subject: Subject, job: Job) -> tuple[Finding, ...]:
     """Differences of the logs from the graph; of ranks without any, exchanged rows that differ from their counts."""
     run, first_step = subject.plan.spec.run, job.checkpoint.first_step
-    num_steps = run.steps - first_step
+    num_steps = num_logged_steps(run, layers=job.layers, first_step=first_step)
     findings: list[Finding] = []
     for rank in range(subject.graph.num_ranks):
         entries = LogFile(job.rank_file(rank, "log"))

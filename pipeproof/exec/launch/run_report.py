@@ -58,6 +58,8 @@ class RunReport:
     """The measured times, if they were requested."""
     clock: LogClock = "host"
     """The clock of the log's times."""
+    num_logged_steps: int | None = None
+    """Number of steps with a log; later steps were replays."""
     reference_from_state: bool = False
     """True if the reference started from the resumed state instead of training up to it."""
 

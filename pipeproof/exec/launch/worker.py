@@ -21,12 +21,12 @@ from pipeproof.exec.monitor.plan_ring import PlanRing
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
 from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.checkpointing import restore_state, save_state
-from pipeproof.exec.rank.device_progress import follow_device
 from pipeproof.exec.rank.failures import event_of
 from pipeproof.exec.rank.framework_choice import (
     paddle_writer,
     start_framework,
     start_progress,
+    start_replays,
     timed,
     timing_of,
 )
@@ -34,6 +34,7 @@ from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.rank.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
 from pipeproof.exec.rank.op_log import HostClock, Timing
+from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
 from pipeproof.exec.store.rendezvous import environment_rank
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.columns import NONE
@@ -100,9 +101,10 @@ class _RankSteps:
         self._adapter = RankAdapter(plan, rank, framework, self._timed_world, self._enter, self._watch, self._clock)
         is_proved = job.certificate.verdict is Verdict.PROVED
         self._program = RankProgram(plan.graph, rank, self._adapter, is_proved=is_proved)
-        # Neither a profile nor a rehearsal may spend time on progress.
-        without = options.profile or not framework.has_values
+        # Neither a profile nor a replay nor a rehearsal may spend time on progress.
+        without = options.profile or run.replay or not framework.has_values
         self._progress = None if without else start_progress(run)
+        self._replayed: ReplayedSteps | None = None
         self._log = LogWriter(job.rank_file(rank, "log"))
 
     def run(self) -> None:
@@ -114,7 +116,10 @@ class _RankSteps:
             self._report_phase("loading the state")
             restore_state(self._adapter, self._framework.arrays, self._plan, self._rank, job.checkpoint.resume)
         self._emit("ready", threads=self._framework.num_threads())
-        for step in range(job.checkpoint.first_step, run.steps):
+        first = job.checkpoint.first_step
+        if num_logged_steps(run, layers=job.layers, first_step=first) < run.steps - first:
+            self._replayed = ReplayedSteps(self._adapter, self._program.run, start_replays(), self._report_operation)
+        for step in range(first, run.steps):
             self._run_step(step)
             self._write_step(step)
             self._emit("step", step=step)
@@ -131,15 +136,18 @@ class _RankSteps:
     def _run_step(self, step: int) -> None:
         if self._ring is not None:
             self._ring.begin(step)
-        progress, emit = self._progress, self._emit
-        if progress is not None:
-            progress.begin(step)
-        with follow_device(
-            None if progress is None else progress.read, lambda step, op_id: emit("device", step=step, op=op_id)
-        ):
-            self._adapter.begin(step)
-            self._program.run(step)
-            self._adapter.finish()
+        if self._replayed is not None:
+            self._replayed.run(step)
+        else:
+            progress, emit = self._progress, self._emit
+            if progress is not None:
+                progress.begin(step)
+            with follow_device(
+                None if progress is None else progress.read, lambda step, op_id: emit("device", step=step, op=op_id)
+            ):
+                self._adapter.begin(step)
+                self._program.run(step)
+                self._adapter.finish()
         if self._ring is not None:
             self._ring.leave()
 
@@ -185,7 +193,9 @@ class _RankSteps:
         self._report_operation(step, op_id)
         if self._ring is not None:
             self._ring.enter(op_id)
-        if self._progress is not None and graph.parent[op_id] == NONE:
+        if self._replayed is not None:
+            self._replayed.enter(op_id, graph.ops[op_id].kind)
+        elif self._progress is not None and graph.parent[op_id] == NONE:
             self._progress.write(op_id)
         self._fault.inject(graph.ops[op_id])
 

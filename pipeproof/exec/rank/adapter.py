@@ -159,6 +159,12 @@ class RankAdapter:
         self._log_start = len(self.log)
         self._clock.begin()
 
+    def begin_again(self, step: int) -> None:
+        """Begin a replayed step: load the input data."""
+        self._step = step
+        self._factory.load(step)
+        self._step_end.begin()
+
     def clear(self) -> None:
         """Drop the tensors of a step that has ended, or failed."""
         self.transfers.begin()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pipeproof.exec.rank.checkpointing import PaddleWriter
-from pipeproof.exec.rank.device_progress import DeviceProgress
 from pipeproof.exec.rank.framework_protocol import Arrays, Framework, World
 from pipeproof.exec.rank.gpu_assignment import choose_gpu
 from pipeproof.exec.rank.idle_messages import HostPingClock, PingClock
 from pipeproof.exec.rank.op_log import Clock, HostClock, Timing
+from pipeproof.exec.rank.step_replay import DeviceProgress, Replays
 from pipeproof.specs.plan_sections import RunSpec
 
 
@@ -78,3 +78,10 @@ def start_progress(run: RunSpec) -> DeviceProgress | None:
     from pipeproof.exec.rank.torch.cuda_graph import TorchProgress
 
     return TorchProgress()
+
+
+def start_replays() -> Replays:
+    """Return the capture and replay of steps on this process's GPU, on which PyTorch has been started."""
+    from pipeproof.exec.rank.torch.cuda_graph import TorchReplays
+
+    return TorchReplays()

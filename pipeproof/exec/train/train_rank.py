@@ -96,6 +96,7 @@ def require_supported(spec: PlanSpec) -> None:
             "buffers.free_output",
             "a module's backward may read its output",
         ),
+        (spec.run.replay, "run.replay", "PyTorch's Pipeline has replay=True"),
         (bool(spec.edges) and not is_torch, "edges", "PyTorch's Pipeline passes tensors on"),
         (
             spec.schedule.turns is not None and not is_torch,

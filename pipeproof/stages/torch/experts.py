@@ -66,8 +66,11 @@ class TorchExperts(common.Experts):
     """Experts on the device.
 
     With one expert-parallel rank the host reads nothing, except for types without a grouped product. With several it
-    reads the numbers of rows: to and from each rank, or of its own experts.
+    reads the numbers of rows: to and from each rank, or of its own experts. In ``fixed_shapes`` it reads nothing with
+    ``dispatcher: all_gather``: there are rows for as many visits as there can be, and products leave out the rest.
     """
+
+    fixed_shapes = False
 
     _choose = staticmethod(choose)
 
@@ -122,8 +125,12 @@ class TorchExperts(common.Experts):
         order = experts.argsort(stable=True)  # by expert, then by token; others last
         counts = torch.zeros(len(own) + 1, dtype=torch.int64, device=order.device)
         counts = counts.scatter_add_(0, experts, torch.ones_like(experts))[:-1]
-        num_rows = int(counts.sum())
-        places = Places(order[:num_rows], inverse(order).masked_fill(elsewhere, num_rows).view(-1, top_k))
+        num_rows = len(tokens) * min(top_k, len(own)) if self.fixed_shapes else int(counts.sum())
+        places = Places(
+            F.pad(order[:num_rows], (0, int(self.fixed_shapes))),
+            inverse(order).masked_fill(elsewhere, num_rows).view(-1, top_k),
+            self.fixed_shapes,
+        )
         outputs = self._swiglu(places.to_rows(tokens), Groups(counts))
         gains = places._replace(rows=places.rows.view(-1, 1)).to_rows(gains.reshape(-1, 1))
         return places.to_tokens(outputs * gains).to(tokens.dtype)
@@ -151,6 +158,12 @@ class HostCopy:
         return self._copy.tolist()
 
 
+class FixedTorchExperts(TorchExperts):
+    """Experts of a step that is replayed, whose shapes are those of the captured one."""
+
+    fixed_shapes = True
+
+
 def inverse(order: Tensor) -> Tensor:
     """The inverse of a permutation of rows."""
     back = torch.empty_like(order)
@@ -170,12 +183,13 @@ def visits(tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
 class Places(NamedTuple):
     """The visits [V] to this rank's experts among those of tokens to all experts, k of each token.
 
-    Row i belongs to visit ``order[i]``. ``rows`` [V / k, k] has the row of each visit, and for visits elsewhere one
-    more than there are.
+    Row i belongs to visit ``order[i]``. ``rows`` [V / k, k] has the row of each visit, and for visits elsewhere that of
+    the last row, which is none's: one that is there if ``has_spare``, one more otherwise.
     """
 
     order: Tensor
     rows: Tensor
+    has_spare: bool
 
     def to_rows(self, values: Tensor) -> Tensor:
         """The value [V / k, H] of the token of each row [n, H]. Its gradient is the sum over the token's rows."""
@@ -192,7 +206,8 @@ class Places(NamedTuple):
 
     def _summed(self, values: Tensor) -> Tensor:
         """Sums that do not read the rows of no visit."""
-        values = F.pad(values, (0, 0, 0, 1))
+        if not self.has_spare:
+            values = F.pad(values, (0, 0, 0, 1))
         return F.embedding_bag(self.rows, values, mode="sum", padding_idx=len(values) - 1)
 
 

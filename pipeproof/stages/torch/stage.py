@@ -25,7 +25,7 @@ from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.describe.synthetic import IGNORED, loss_scale, micro_batch
 from pipeproof.stages.torch.backend_ops import OPS
-from pipeproof.stages.torch.experts import TorchBalance, TorchExperts
+from pipeproof.stages.torch.experts import FixedTorchExperts, TorchBalance, TorchExperts
 from pipeproof.stages.torch.functional import mlp_activation, rotary_tables, wide_type
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 
@@ -84,7 +84,7 @@ class TorchStage(Stage[WorkItem]):
             tables=self._tables,
             maker=WeightMaker(draw_dtype="float64", make=weight, borrow=BorrowedWeight),
             balance=TorchBalance(plan, layers, device, adds_losses=tp_rank == 0),
-            experts=TorchExperts,
+            experts=FixedTorchExperts if run.replay else TorchExperts,
         )
         super().__init__(layer_ops, plan, layers, tp_rank, collectives, experts, lent, context)
 

@@ -126,14 +126,22 @@ class CaptureStream:
         return captured(work, self._device, self._stream, self._pool)
 
 
+class TorchReplays(StreamWord):
+    """Capture on the current GPU, and its progress; an ``exec.rank.step_replay.Replays``."""
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return the replay of ``work``, see ``captured``."""
+        return captured(work, torch.device("cuda", self._device))
+
+
 class TorchProgress:
-    """Progress of the current GPU; an ``exec.rank.device_progress.DeviceProgress``."""
+    """Progress of the current GPU, which may replay a step; an ``exec.rank.step_replay.DeviceProgress``."""
 
     def __init__(self) -> None:
         self._step, self._op = StreamWord(), StreamWord()
 
     def begin(self, step: int) -> None:
-        """Launch the writes of a step that has reached no operation."""
+        """Launch the writes of a step that has reached no operation; a captured step must not contain them."""
         self._op.write(NO_VALUE)
         self._step.write(step)
 
