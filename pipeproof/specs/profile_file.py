@@ -26,7 +26,6 @@ MAX_BYTES = 2**24
 _Time = Annotated[float, Field(ge=0, le=MAX_TIME_US)]
 _Count = Annotated[int, Field(ge=1)]
 _Bytes = Annotated[int, Field(ge=0)]
-_Rate = Annotated[float, Field(ge=0)]
 _Item = TypeVar("_Item")
 _Listed = Annotated[tuple[_Item, ...], Field(strict=False)]
 """A list in the file."""

@@ -161,7 +161,7 @@ class Stage(ABC, Generic[TokenBatch]):
         """Run consecutive layers of the stage, from the activation between layers to the next one."""
         num_streams = mtp_streams_into(self._plan.gpt, layers[0].name)
         streams = [] if activation is None else split_mtp_streams(self._ops, activation, num_streams, self._rows_dim)
-        dropouts = Dropouts(self._ops, self._dropout_keys(step, index), split, self._region)
+        dropouts = Dropouts(self._ops, DropoutKeys(self._plan, step, index), split, self._region)
         for layer in layers:
             inputs = streams[mtp_stream_read(layer.name) :][:1]
             if watch is not None and is_mtp(layer.name):
@@ -216,10 +216,6 @@ class Stage(ABC, Generic[TokenBatch]):
     def return_gradients(self) -> None:
         """Add the gradients of borrowed weights to the gradients of the weights themselves."""
         self._held.return_gradients()
-
-    def _dropout_keys(self, step: int, index: int) -> DropoutKeys:
-        """The masks of a micro-batch."""
-        return DropoutKeys(self._plan, step, index)
 
     def _make_sequence_keys(self, context: ContextCollectives | None) -> EarlierSplits | GatheredKeys:
         """The keys and values of other splits of a sequence, for attention."""

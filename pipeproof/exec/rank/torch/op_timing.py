@@ -177,11 +177,6 @@ def timing_of(clock: Clock) -> Timing:
     )
 
 
-def free_cached_memory() -> None:
-    """Return the memory of freed tensors to the GPU, so that it does not count as reserved by the steps."""
-    torch.cuda.empty_cache()
-
-
 _HELD_CYCLES = 20_000_000
 """A hundredth of a second at 2 GHz; the host queues about forty messages in a tenth of it."""
 
