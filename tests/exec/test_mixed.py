@@ -56,7 +56,7 @@ def mixtures(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=16, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(plan=mixtures())
 def test_mixtures_have_the_bits_of_their_reference(plan):
     from pipeproof.stages.reference.bound import parallel_bound

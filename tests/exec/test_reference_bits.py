@@ -152,56 +152,6 @@ PLANS = {
     "wide sums, dp": ({"dp": 2}, ZB, {}, WIDE),
     "wide sums, sequence splits": (SP, PIECES, GROUPS, WIDE),
 }  # fmt: skip
-SLOW = {
-    "ep, dp, batch first": ({"ep": 2, "dp": 2}, ZB, {"moe": MOE, **BATCH_FIRST}, {}),
-    "ep 4, copies of stages": ({"ep": 4}, DUAL, {"moe": {**MOE, "normalize": False}}, {}),
-    "ep, sp, sigmoid, all-gather, losses": (
-        {**SP, "ep": 2}, {}, {"moe": {**GATHERED["moe"], "score": "sigmoid", "aux_loss": 0.1}}, {},
-    ),
-    "all-gather, ep 4, copies of stages": ({"ep": 4}, DUAL, GATHERED, {}),
-    "Qwen3, sp, ep": ({**SP, "ep": 2}, ZB, {**QWEN3, "moe": MOE}, {}),
-    "Qwen3, tp, cp": ({"tp": 2, "cp": 2}, {}, QWEN3, {}),
-    "GPT-3, dp, sizes of micro-batches": ({"dp": 2}, SIZES, GPT3, {}),
-    "LayerNorm, latent": ({"tp": 2}, {}, {"mla": MLA, "norm": "layer", "mlp": "gelu_tanh"}, {}),
-    "LayerNorm, ahead": ({}, ZB, {"norm": "layer", "biases": "all", **AHEAD}, {}),
-    "latent, plain queries, sp, regathered": (SP, {}, {"mla": PLAIN}, REGATHER),
-    "even experts, sp, dp": ({**SP, "pp": 1, "dp": 2}, {}, EVEN, {}),
-    "even experts, ep, dp, clipped": ({"pp": 1, "ep": 2, "dp": 2}, {}, EVEN, CLIPPED),
-    "even experts, ep, sp, again, streams": ({**SP, "pp": 1, "ep": 2}, {}, {**EVEN, **STREAMS}, FULL),
-    "even experts, copies of stages": ({"ep": 2}, DUAL, EVEN, {}),
-    "even experts, ahead, sequence splits": ({"ep": 2}, PIECES, {**EVEN, **AHEAD}, {}),
-    "even experts, shares of the optimizer": ({"dp": 2}, {}, EVEN, {"memory": {"shard_optimizer": "dp"}}),
-    "even experts, sums when ready": ({"dp": 2}, {"reduce_gradients": "when_ready"}, EVEN, {}),
-    "even experts, dropout, tp, wide sums": ({"tp": 2, "ep": 2}, {}, {**EVEN, "dropout": 0.1, **LIMIT}, WIDE),
-    "cp, groups, tp, slices": ({"cp": 2, "tp": 2}, {}, GROUPS, PARTIAL),
-    "cp, dp, sizes of micro-batches": ({"cp": 2, "dp": 2}, SIZES, {}, {}),
-    "cp, sp, regathered": ({**SP, "cp": 2}, ZB, {}, REGATHER),
-    "cp, ep, biases of experts": ({"cp": 2, "ep": 2}, {}, {"moe": {**MOE, **BIAS}}, {}),
-    "cp, streams": ({"cp": 2}, {}, STREAMS, {}),
-    "tied, sp, dp": ({**SP, "dp": 2}, ZB, TIED, {}),
-    "tied, v, dp": ({"dp": 2}, V, {**TIED, "num_layers": 4}, {}),
-    "streams, sp, dp, wide sums": ({**SP, "dp": 2}, ZB, {**STREAMS, **BATCH_FIRST}, WIDE),
-    "streams, ep, sp, losses": ({**SP, "ep": 2}, ZB, {**STREAMS, "moe": {**MOE, "aux_loss": 0.1}}, {}),
-    "streams, ep, sizes, slots": ({"ep": 2}, {**ZB, **SIZES}, {**STREAMS, "moe": MOE}, SLOTS),
-    "ahead, sp, dp, wide sums": ({**SP, "dp": 2}, ZB, {**AHEAD, **BATCH_FIRST}, WIDE),
-    "ahead, latent, sp, clipped": (SP, {}, {**AHEAD, "mla": MLA}, CLIPPED),
-    "ahead, sp, regathered": (SP, ZB, AHEAD, REGATHER),
-    "ahead, embedded again, ep, sp": ({**SP, "ep": 2}, {}, {**AHEAD_TIED, "moe": {**MOE, "aux_loss": 0.1, **BIAS}}, {}),
-    "ahead, embedded again, sizes, slots": ({"ep": 2}, SIZES, {**AHEAD_TIED, "moe": MOE}, SLOTS),
-    "dropout, sp, dp, groups, sizes": ({**SP, "dp": 2}, SIZES, {**DROPOUT, **GROUPS}, {}),
-    "dropout, ep, sp": ({**SP, "ep": 2}, {}, {**DROPOUT, "moe": MOE}, {}),
-    "dropout, copies, again": ({"ep": 2}, DUAL, {**DROPOUT, "moe": MOE}, FULL),
-    "selective, ep, sequence splits": ({"ep": 2}, PIECES, {"moe": MOE}, SELECTIVE),
-    "regathered, ep": ({**SP, "ep": 2}, ZB, {"moe": MOE}, REGATHER),
-    "parts of GPT-3 and Qwen3, cp, selective, slots": ({"cp": 2}, ZB, {**GPT3, **QWEN3}, {**SELECTIVE, **SLOTS}),
-    "all at once": (
-        {**SP, "ep": 2}, {**ZB, "num_micro_batches": 3}, {"moe": MOE, **GROUPS, **TIED}, CLIPPED,
-    ),
-    "wide sums, copies, latent, SGD": (
-        {"ep": 2}, DUAL, {"mla": MLA, "moe": MOE}, {"run": {"main_grad_dtype": "float64", "optimizer": "sgd"}},
-    ),
-}  # fmt: skip
-"""Those that take longer than three seconds."""
 
 
 def lowered(topology, schedule, model, sections=(), *, steps=2):
@@ -233,12 +183,6 @@ def require_bits(plan):
 @pytest.mark.parametrize("name", PLANS)
 def test_all_ranks_have_the_bits_of_the_reference(name):
     require_bits(lowered(*PLANS[name]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_all_ranks_of_larger_plans_have_the_bits_of_the_reference(name):
-    require_bits(lowered(*SLOW[name]))
 
 
 TWENTY = {
