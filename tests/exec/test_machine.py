@@ -166,16 +166,41 @@ def op_id_of(graph, rank, text):
     return next(i for i in graph.rank_ops(rank) if str(graph.ops[i]) == text)
 
 
-def test_another_operation_than_the_awaited_is_refused_with_its_story():
-    graph, machine = machine_of(rank=1)
-    at = run_to(machine, graph, "1F1")
-    late = op_id_of(graph, 1, "1B3")
+REFUSED = {
+    "another operation than the awaited": (
+        1, "1F1", "1B3", ["1B3 (op ", "is reported finished, but the rank is at 1F1", "story of 1B3", "not reached"],
+    ),
+    "an operation finished twice": (
+        0, "0F1", "0F0", ["0F0 (op ", "but the rank is at 0F1", "step 0: started\n  step 0: finished"],
+    ),
+    "a transfer, which its wait finishes": (1, "WAIT(1RECV_F0)", "1RECV_F0", ["1RECV_F0 (op ", "step 0: posted"]),
+    "another rank's operation": (0, "0F0", "1F0", ["does not belong to rank 0; the rank is at 0F0"]),
+    "no operation at all": (0, "0F1", -1, ["op -1 is reported finished, which does not belong", "story of 0F1"]),
+    "a number beyond all operations": (0, "0F1", 10**6, [f"op {10**6} is reported", "story of 0F1"]),
+    "an event before the first step": (0, None, "0F0", ["but the rank is at its end"]),
+    "a step within a step": (0, "0F1", Begin(1), ["step 1 begins while step 0 is at 0F1", "step 0: started"]),
+}  # fmt: skip
+"""The rank, where it is, the event or the operation that is reported finished, and words of the refusal."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_event_that_is_not_the_awaited_is_refused_with_the_story(name):
+    rank, at, event, words = REFUSED[name]
+    graph, machine = machine_of(rank)
+    if at is not None:
+        run_to(machine, graph, at)
+    if isinstance(event, str):
+        event = next(i for i in range(len(graph.ops)) if str(graph.ops[i]) == event)
     with pytest.raises(ProtocolError) as refused:
-        machine.handle(Finished(late))
-    text = str(refused.value)
-    assert f"1B3 (op {late}) is reported finished, but the rank is at 1F1 (op {at})" in text
-    assert f"story of 1B3 (op {late}) on rank 1:" in text
-    assert "step 0: not reached" in text
+        machine.handle(event if isinstance(event, Begin) else Finished(event))
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_a_child_is_finished_by_its_parent_alone():
+    graph, machine = machine_of(topology={"pp": 2, "tp": 2})
+    machine.handle(Begin(0))
+    with pytest.raises(ProtocolError, match=r"0F0/0\.ALL_REDUCE:tp .* but the rank is at 0F0"):
+        machine.handle(Finished(op_id_of(graph, 0, "0F0/0.ALL_REDUCE:tp")))
 
 
 def test_the_story_of_a_transfer_is_posted_done_with_range_and_peer():
@@ -188,62 +213,6 @@ def test_the_story_of_a_transfer_is_posted_done_with_range_and_peer():
         "  step 0: posted",
         "  step 0: done",
     ]
-
-
-def test_the_same_operation_finished_twice_is_refused():
-    graph, machine = machine_of()
-    first = run_to(machine, graph, "0F0")
-    machine.handle(Finished(first))
-    with pytest.raises(ProtocolError, match=r"0F0 .* is reported finished, but the rank is at 0F1") as refused:
-        machine.handle(Finished(first))
-    assert "step 0: started\n  step 0: finished" in str(refused.value)
-
-
-def test_a_transfer_is_finished_by_its_wait_alone():
-    graph, machine = machine_of(rank=1)
-    machine.handle(Begin(0))
-    with pytest.raises(ProtocolError, match=r"1RECV_F0 .* is reported finished") as refused:
-        machine.handle(Finished(op_id_of(graph, 1, "1RECV_F0")))
-    assert "step 0: posted" in str(refused.value)
-
-
-def test_a_child_is_finished_by_its_parent_alone():
-    graph, machine = machine_of(topology={"pp": 2, "tp": 2})
-    machine.handle(Begin(0))
-    with pytest.raises(ProtocolError, match=r"0F0/0\.ALL_REDUCE:tp .* but the rank is at 0F0"):
-        machine.handle(Finished(op_id_of(graph, 0, "0F0/0.ALL_REDUCE:tp")))
-
-
-@pytest.mark.parametrize("op_id", [-1, 10**6])
-def test_no_operation_at_all_is_refused_with_the_story_of_the_awaited(op_id):
-    graph, machine = machine_of()
-    run_to(machine, graph, "0F1")
-    with pytest.raises(
-        ProtocolError, match=f"op {op_id} is reported finished, which does not belong to rank 0"
-    ) as refused:
-        machine.handle(Finished(op_id))
-    assert "story of 0F1" in str(refused.value)
-
-
-def test_another_ranks_operation_is_refused():
-    graph, machine = machine_of()
-    machine.handle(Begin(0))
-    with pytest.raises(ProtocolError, match="not belong to rank 0; the rank is at 0F0"):
-        machine.handle(Finished(op_id_of(graph, 1, "1F0")))
-
-
-def test_a_step_within_a_step_is_refused_with_the_story():
-    graph, machine = machine_of()
-    run_to(machine, graph, "0F1")
-    with pytest.raises(ProtocolError, match="step 1 begins while step 0 is at 0F1") as refused:
-        machine.handle(Begin(1))
-    assert "step 0: started" in str(refused.value)
-
-
-def test_an_event_before_the_first_step_is_refused():
-    graph, machine = machine_of()
-    with pytest.raises(ProtocolError, match="but the rank is at its end"):
-        machine.handle(Finished(op_id_of(graph, 0, "0F0")))
 
 
 @pytest.mark.parametrize("again", [0, -1])

@@ -301,15 +301,6 @@ def test_interrupted_during_set_up(tmp_path):
     assert started.end().status == 130
 
 
-@pytest.mark.slow
-def test_the_launcher_killed_while_a_worker_hangs(tmp_path):
-    started = Run(tmp_path, LONG, "--inject", "1:1F1:hang")
-    started.await_output("2 processes and a reference")
-    time.sleep(5)  # by now it hangs, or is on its way there: both must end
-    started.process.kill()
-    assert started.end().status == -signal.SIGKILL
-
-
 def test_the_launcher_killed_while_a_worker_is_stopped(tmp_path):
     started = Run(tmp_path, LONG)
     started.await_output("step 0  ")
