@@ -73,7 +73,8 @@ def _has_fused_experts(plan: PlanSections) -> bool:
     """
     moe, run, topology = plan.model.moe, plan.run, plan.topology
     assert moe is not None
-    is_aligned = not any(size % _ALIGNED for size in (plan.gpt.hidden_size, moe.ffn_size // topology.tp))
+    inner = moe.ffn_size // (1 if topology.experts_over_tp else topology.tp)
+    is_aligned = not any(size % _ALIGNED for size in (plan.gpt.hidden_size, inner))
     is_fixed = topology.ep == 1 or moe.dispatcher == "all_gather"
     return is_aligned and is_fixed and run.dtype == run.weight_dtype == "bfloat16"
 
