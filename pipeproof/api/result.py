@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeproof.atomic_write import write_output
-from pipeproof.diagnostics.install_command import install_package
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,8 +82,7 @@ class Result:
         try:
             import pandas as pd
         except ImportError as error:
-            message = f"to_pandas needs pandas ({install_package('pandas')}); to_records returns the same rows as dicts"
-            raise ImportError(message) from error
+            raise ImportError("to_pandas needs pandas (pip install pandas); to_records has the same rows") from error
         return pd.DataFrame(records)
 
     def to_html(self) -> str:
