@@ -97,5 +97,3 @@ def test_a_measured_timeline_is_drawn_from_its_first_start():
     text = text_of(render_timeline, Timeline(spans, ({"pp": 0},), "measured", Fraction(1, 1000)))
     assert text.startswith("measured: makespan 1 ms")
     assert picture_rows(text) == {"0": "F0----------B0--------------------------"}
-
-
