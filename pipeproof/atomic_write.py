@@ -53,8 +53,8 @@ def _removed_at_the_end_of_the_process(file: Path) -> Iterator[None]:
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
 
-    known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
-    handled = [signum for signum in known if signum is not None and signal.getsignal(signum) is signal.SIG_DFL]
+    signums = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
+    handled = [signum for signum in signums if signum is not None and signal.getsignal(signum) is signal.SIG_DFL]
     for signum in handled:
         signal.signal(signum, end)
     try:

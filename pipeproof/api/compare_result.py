@@ -64,7 +64,7 @@ def compare(a: GivenPlan, b: GivenPlan, step: int | None = None) -> CompareResul
     return CompareResult(compare_timelines(first, second, step), note)
 
 
-def _timeline(given: GivenPlan, name: str) -> TimelineFile:
-    if isinstance(given, str | os.PathLike):
-        return read_timeline(Path(given))
-    return simulated_plan(name, load_given(given))
+def _timeline(plan: GivenPlan, name: str) -> TimelineFile:
+    if isinstance(plan, str | os.PathLike):
+        return read_timeline(Path(plan))
+    return simulated_plan(name, load_given(plan))

@@ -44,9 +44,9 @@ class ShowResult(Result):
                 for stage, names in enumerate(plan.stages)
             ],
             "ops": [
-                {"pp": rank, "place": place, "op": str(op)}
+                {"pp": rank, "place": position, "op": str(op)}
                 for rank, program in enumerate(plan.programs)
-                for place, op in enumerate(program)
+                for position, op in enumerate(program)
             ],
         }
 

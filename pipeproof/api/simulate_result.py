@@ -181,13 +181,13 @@ def make_schedule(
     Raises:
         BadPlanError: there is no such kind, or it does not exist for these sizes.
     """
-    known = SCHEDULE_KINDS.get(kind)
-    fewest = 1 if known is None else known.min_chunks
+    schedule_kind = SCHEDULE_KINDS.get(kind)
+    fewest = 1 if schedule_kind is None else schedule_kind.min_chunks
     loaded = sample_plan(kind, num_ranks, num_micro_batches, num_chunks=num_chunks or fewest, **keys)
     lowered = lower_loaded(loaded)
     return _result(simulate_lowered(lowered), lowered, loaded.spec, kind)
 
 
 def _result(simulation: Simulation, plan: LoweredPlan, spec: PlanSpec, name: str) -> SimulateResult:
-    given = {key: value for key, value in vars(simulation).items() if key not in ("timeline", "memory")}
-    return SimulateResult(**given, name=name, plan=plan, cost_source=spec.cost_source, note=spec.placeholder_note)
+    fields = {key: value for key, value in vars(simulation).items() if key not in ("timeline", "memory")}
+    return SimulateResult(**fields, name=name, plan=plan, cost_source=spec.cost_source, note=spec.placeholder_note)

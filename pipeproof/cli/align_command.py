@@ -117,7 +117,7 @@ def align(
             if draft:
                 click.echo(_draft(a, b, names, partners), nl=False)
                 return
-            found = align_files(
+            alignment = align_files(
                 a, b, Tolerance(ulps, relative, rounding), forms,
                 lambda step: on_progress(f"comparing; step {step}", 0, 0), names, partners,
             )  # fmt: skip
@@ -131,10 +131,10 @@ def align(
         write_output(picture, drawn)
         click.echo(f"picture written to {picture}", err=True)
     if form == "json":
-        click.echo(json.dumps(alignment_to_json(found), indent=2))
+        click.echo(json.dumps(alignment_to_json(alignment), indent=2))
     else:
-        render_alignment(found, console_for())
-    sys.exit(ExitStatus.OK if found.equal else ExitStatus.FAILED)
+        render_alignment(alignment, console_for())
+    sys.exit(ExitStatus.OK if alignment.equal else ExitStatus.FAILED)
 
 
 def _factor(partners: MapFile | None) -> Fraction:

@@ -48,7 +48,7 @@ def aoa(
     of a model, or a state, and statements for its tensors are written. --set is for the plans among them.
     """
     if settings and not any(
-        place is not None and is_plan(place) for place in (source, target, None if names is None else file)
+        path is not None and is_plan(path) for path in (source, target, None if names is None else file)
     ):
         raise click.UsageError("--set is for plans, and none is given")
     if names is not None or to_names is not None:
@@ -104,18 +104,18 @@ def _write_between(
     click.echo(json.dumps(content, indent=2) if as_json else statements, nl=as_json)
 
 
-def _model(place: Path, settings: Mapping[KeyPath, object]) -> ModelSpec:
+def _model(path: Path, settings: Mapping[KeyPath, object]) -> ModelSpec:
     """Return the model of a plan, or of the plan that saved a state."""
-    if is_plan(place):
+    if is_plan(path):
         from pipeproof.specs.load_plan import load_plan
 
-        return load_plan(place, settings).spec.gpt
+        return load_plan(path, settings).spec.gpt
     from pipeproof.state.names.convention_maps import model_of
     from pipeproof.state.open_checkpoint import open_checkpoint
     from pipeproof.state.reshard.reshard_targets import require_index
 
     fix = "name the plan of the model instead"
-    return model_of(require_index(open_checkpoint(place), "names are given by the model", fix).values)
+    return model_of(require_index(open_checkpoint(path), "names are given by the model", fix).values)
 
 
 def _show(program: Program, before: dict[str, TensorMeta], result: AppliedProgram) -> None:
@@ -155,16 +155,16 @@ def _without_patterns(result: AppliedProgram) -> Program:
     return Program(result.expanded.statements)
 
 
-def _metas(place: Path, settings: Mapping[KeyPath, object]) -> dict[str, TensorMeta]:
+def _metas(path: Path, settings: Mapping[KeyPath, object]) -> dict[str, TensorMeta]:
     """Return the tensors of a checkpoint, or of the states that runs of a plan save."""
     from pipeproof.state.aoa.tensor_families import metas_of_checkpoint, metas_of_plan
 
-    if is_plan(place):
+    if is_plan(path):
         from pipeproof.comm.lower import lower_loaded
         from pipeproof.specs.load_plan import load_plan
 
-        plan = lower_loaded(load_plan(place, settings))
+        plan = lower_loaded(load_plan(path, settings))
         return metas_of_plan(plan)
     from pipeproof.state.open_checkpoint import open_checkpoint
 
-    return metas_of_checkpoint(open_checkpoint(place))
+    return metas_of_checkpoint(open_checkpoint(path))

@@ -81,12 +81,12 @@ def check(
         source.refuse_import_options()
     selection = selection_of(select, ignore, _codes(set(kinds)))
 
-    def task(file: Path, kind: _Kind, found: FileKind | None) -> CheckTask:
+    def task(file: Path, kind: _Kind, file_kind: FileKind | None) -> CheckTask:
         if kind is _Kind.PROGRAM:
             return (file,), partial(_check_program, file, backend, queue, selection)
         if kind is _Kind.LOG:
             return (file,), partial(_check_log, file, plan, queue, selection)
-        return (file,), partial(_check_file, file, found, source, selection)
+        return (file,), partial(_check_file, file, file_kind, source, selection)
 
     tasks = list(map(task, files, kinds, recognised))
     if source.kind is not None:

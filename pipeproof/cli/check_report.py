@@ -85,15 +85,15 @@ def selection_of(select: Sequence[str], ignore: Sequence[str], others: Sequence[
     from pipeproof.verify.check_plan import CHECK_CODES
     from pipeproof.verify.registry import Selection, parse_codes
 
-    known = (*CHECK_CODES, *others)
+    all_codes = (*CHECK_CODES, *others)
     parsed = []
     for option, texts in (("--select", select), ("--ignore", ignore)):
         try:
-            parsed.append(parse_codes(texts, known))
+            parsed.append(parse_codes(texts, all_codes))
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint=option) from error
     selection = Selection(*parsed)
-    if not any(map(selection.picks, known)):
+    if not any(map(selection.picks, all_codes)):
         raise click.BadParameter("no rule is left to run", param_hint="--ignore")
     return selection
 
@@ -168,8 +168,8 @@ def _sarif_results(result: CheckResult) -> list[SarifResult]:
     if result.report is None:
         assert result.refusal is not None
         return [SarifResult(finding, file=file) for finding in result.refusal.findings]
-    found = [SarifResult(finding, file=file) for finding in result.findings]
-    return found + [SarifResult(s.finding, s.reason, s.location, file=file) for s in result.report.suppressed]
+    sarif_results = [SarifResult(finding, file=file) for finding in result.findings]
+    return sarif_results + [SarifResult(s.finding, s.reason, s.location, file=file) for s in result.report.suppressed]
 
 
 def show_refusal(error: PipeproofError, form: Form, file: Path, status: int, console: Callable[[], Console]) -> None:

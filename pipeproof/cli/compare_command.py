@@ -72,9 +72,9 @@ def _of_kind(kind: str, plan: Path, first: TimelineFile, source: PlanSource) -> 
         from pipeproof.specs.load_plan import plan_from_dict
 
         data = plan_data(first.loaded or source.load(plan))
-        given = data["schedule"]
-        assert isinstance(given, dict)
-        kept = {key: given[key] for key in ("num_micro_batches", "micro_batch_size") if key in given}
+        declared = data["schedule"]
+        assert isinstance(declared, dict)
+        kept = {key: declared[key] for key in ("num_micro_batches", "micro_batch_size") if key in declared}
         chunks = max(SCHEDULE_KINDS[kind].min_chunks, 1)
         data |= {"schedule": {"kind": kind, "num_chunks": chunks, **kept}}
         return simulated_plan(kind, plan_from_dict(data))

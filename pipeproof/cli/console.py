@@ -61,14 +61,14 @@ def require_separate_outputs(files_of: Callable[[Path], Iterable[Path]] = lambda
     """
     context = click.get_current_context()
     seen: dict[Path, click.Parameter] = {}
-    given = [
+    pairs = [
         (parameter, path)
         for parameter in sorted(context.command.params, key=_is_output)  # inputs first
         if isinstance(parameter.type, click.Path)
         for value in _paths(context.params.get(parameter.name or ""))
         for path in ((value,) if _is_output(parameter) else files_of(value))
     ]
-    for parameter, path in given:
+    for parameter, path in pairs:
         file = Path(os.path.realpath(path))
         if file.exists() and not file.is_file():
             continue  # directories have several files, and devices replace nothing
@@ -128,8 +128,8 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto", noted: Seque
         status = ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED
         show_refusal(error, form, file, status, lambda: console_for(stderr=True, color=color))
         if status is ExitStatus.BAD_INPUT:
-            for given in dict.fromkeys((*noted, file)):
-                note_kind(given)
+            for path in dict.fromkeys((*noted, file)):
+                note_kind(path)
         sys.exit(status)
     except BrokenPipeError:
         raise  # the reader of our output has closed it: click exits quietly

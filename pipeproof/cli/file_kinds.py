@@ -160,27 +160,27 @@ KINDS: tuple[FileKind, ...] = (
 """Kinds, the more specific ones first."""
 
 
-def _is_schedule(given: Given, form: str) -> bool:
+def _is_schedule(content: Given, form: str) -> bool:
     from pipeproof.schedule.formats.csv_file import looks_like_csv
     from pipeproof.schedule.formats.fleet_text import looks_like_fleet
     from pipeproof.schedule.formats.text_form import looks_like_program
 
     tests = {"csv": looks_like_csv, "fleet": looks_like_fleet, "text": looks_like_program}
-    return tests[form](given.text)
+    return tests[form](content.text)
 
 
 def kind_of(path: Path) -> FileKind | None:
     """Return the kind of a file or directory; None for one that is not recognised or cannot be read."""
     try:
         if path.is_dir():
-            given = Given(path, names=frozenset(entry.name for entry in path.iterdir()))
+            content = Given(path, names=frozenset(entry.name for entry in path.iterdir()))
         else:
             with open_foreign(path) as stream:
                 head = stream.read(_HEAD_BYTES)
-            given = Given(path, head, keys=frozenset(_keys(path, head)))
+            content = Given(path, head, keys=frozenset(_keys(path, head)))
     except OSError:
         return None
-    return next((kind for kind in KINDS if kind.fits(given)), None)
+    return next((kind for kind in KINDS if kind.fits(content)), None)
 
 
 def _keys(path: Path, head: bytes) -> Iterator[str]:
@@ -217,8 +217,8 @@ def note_of_kind(path: Path) -> str | None:
 
 def _takes(command: list[str], words: list[str]) -> bool:
     """True if a command of the table is the running one, with the file as its argument."""
-    place = command.index("FILE") if "FILE" in command else 0
-    return command[: len(words)] == words and place > 0 and not command[place - 1].startswith("--")
+    position = command.index("FILE") if "FILE" in command else 0
+    return command[: len(words)] == words and position > 0 and not command[position - 1].startswith("--")
 
 
 def note_of_word(path: Path, group: Sequence[str]) -> str | None:

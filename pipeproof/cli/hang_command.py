@@ -103,18 +103,18 @@ def _from_dumps(directory: Path, output: _Output) -> NoReturn:
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
     from pipeproof.interop.hang.py_spy import read_stacks
 
-    found = RankStacks({} if output.stacks is None else read_stacks(output.stacks))
+    rank_stacks = RankStacks({} if output.stacks is None else read_stacks(output.stacks))
     with showing_progress(f"reading the dumps in {directory}"):
         report = diagnose_dumps(directory)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
     if output.form == "json":
-        click.echo(json.dumps(report.to_json() | {"stacks": found.to_json()}, indent=2))
+        click.echo(json.dumps(report.to_json() | {"stacks": rank_stacks.to_json()}, indent=2))
     else:
         from pipeproof.diagnostics.text_output import render_text
 
         console = console_for(color=output.color)
         render_text(report.findings, None, console=console)
-        for line in (*report.lines(), *found.lines(sorted(found.stacks))):
+        for line in (*report.lines(), *rank_stacks.lines(sorted(rank_stacks.stacks))):
             console.print(line, markup=False, soft_wrap=True)
         launches = sum(len(dump.launches) for dump in report.dumps)
         ranks = f"{len(report.dumps)} rank{'s' if len(report.dumps) > 1 else ''}"
@@ -126,13 +126,17 @@ def _from_stacks(directory: Path, form: Literal["text", "json"], color: str) -> 
     from pipeproof.exec.monitor.verdict import RankStacks
     from pipeproof.interop.hang.py_spy import read_stacks
 
-    found = RankStacks(read_stacks(directory))
+    rank_stacks = RankStacks(read_stacks(directory))
     if form == "json":
-        report = {"outside": list(found.outside), "different": list(found.different), "stacks": found.to_json()}
+        report = {
+            "outside": list(rank_stacks.outside),
+            "different": list(rank_stacks.different),
+            "stacks": rank_stacks.to_json(),
+        }
         click.echo(json.dumps(report, indent=2))
     else:
         console = console_for(color=color)
-        for line in (*found.lines(sorted(found.stacks)), found.comparison()):
+        for line in (*rank_stacks.lines(sorted(rank_stacks.stacks)), rank_stacks.comparison()):
             console.print(line, markup=False, soft_wrap=True)
     sys.exit(ExitStatus.OK)
 

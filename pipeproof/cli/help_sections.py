@@ -139,18 +139,18 @@ def _refuse(word: str, context: click.Context) -> NoReturn:
     for words in command_words(root.command):
         for name in dict.fromkeys((words[-1], words[0])):
             places.setdefault(name, []).append(" ".join((*words[: words.index(name)], name)))
-    for name, place in _OTHER_NAMES.items():
-        places.setdefault(name, []).append(place)
+    for name, path in _OTHER_NAMES.items():
+        places.setdefault(name, []).append(path)
     near = nearest_name(word, places)
     group = context.command_path.partition(" ")[2]
-    found = " or ".join(
-        f"`{root.info_name} {place}`"
-        for place in sorted(
+    suggestion = " or ".join(
+        f"`{root.info_name} {path}`"
+        for path in sorted(
             dict.fromkeys(places.get(near or "", ())),
-            key=lambda place: (not place.startswith(group), place.count(" "), place),
+            key=lambda path: (not path.startswith(group), path.count(" "), path),
         )
     )
-    fix = f"did you mean {found}?" if found else f"`{context.command_path} --help` lists the commands"
+    fix = f"did you mean {suggestion}?" if suggestion else f"`{context.command_path} --help` lists the commands"
     raise click.UsageError(f"there is no command {word!r}; {fix}", context)
 
 

@@ -126,24 +126,26 @@ def profile(
 
         paths = measured_files(files)
         with showing_progress(f"reading {len(paths)} files"):
-            found = profile_of_files(paths, load_plan(plan, settings), message_us)
+            new_profile = profile_of_files(paths, load_plan(plan, settings), message_us)
         if output is not None:
-            write_json(output, found.to_json())
-    _show(found, output, console_for())
+            write_json(output, new_profile.to_json())
+    _show(new_profile, output, console_for())
 
 
-def _show(found: Profile, output: Path | None, console: Console) -> None:
+def _show(new_profile: Profile, output: Path | None, console: Console) -> None:
     from rich.text import Text
 
     from pipeproof.views.tables import print_table
 
-    source = found.source
+    source = new_profile.source
     assert source is not None
     kinds = [
-        kind for kind in ("F", "B", "I", "W", "STEP") if any(op.kind == kind for s in found.stages for op in s.ops)
+        kind
+        for kind in ("F", "B", "I", "W", "STEP")
+        if any(op.kind == kind for s in new_profile.stages for op in s.ops)
     ]
     medians: list[dict[str, str]] = [
-        {op.kind: f"{op.whole.median_us / 1000:.3f}" for op in stage.ops} for stage in found.stages
+        {op.kind: f"{op.whole.median_us / 1000:.3f}" for op in stage.ops} for stage in new_profile.stages
     ]
     rows = [[str(stage), *(times.get(kind, "-") for kind in kinds)] for stage, times in enumerate(medians)]
     print_table(["stage", *(f">{kind} ms" for kind in kinds)], rows, console)
@@ -155,10 +157,10 @@ def _show(found: Profile, output: Path | None, console: Console) -> None:
     ]  # fmt: skip
     print_table(["rank", ">total ms", *(f">{part}" for part in parts)], shares, console)
     step = "" if source.step_us is None else f"; a step takes {source.step_us / 1000:.3f} ms, the median"
-    lines = [f"{found.steps.run} steps, {found.steps.counted} counted{step}"]
+    lines = [f"{new_profile.steps.run} steps, {new_profile.steps.counted} counted{step}"]
     lines += [
         f"messages of {point.num_bytes} bytes: {point.median_us:.3f} us, the median of {point.count}"
-        for point in found.messages
+        for point in new_profile.messages
     ]
     lines += [f"assumed: {note}" for note in source.assumptions]
     if output is not None:

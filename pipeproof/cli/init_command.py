@@ -63,24 +63,24 @@ _REQUIRED = ("model", "gpus", "pp", "global_batch")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("plan.yaml"),
               show_default=True, callback=writable, help="Write the plan to this file.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
-def init(output: Path, force: bool, settings: dict[KeyPath, object], chunks: int | None, **given: Any) -> None:
+def init(output: Path, force: bool, settings: dict[KeyPath, object], chunks: int | None, **options: Any) -> None:
     """Write a new plan with a comment on each key.
 
     --model, --gpus, --pp and --global-batch are required. The plan is written only if it passes the check.
     """
     if output.exists() and not force:
         raise click.UsageError(f"{output} exists: give --force to replace it, or another file with -o")
-    missing = [_option(name) for name in _REQUIRED if given[name] is None]
+    missing = [_option(name) for name in _REQUIRED if options[name] is None]
     if missing:
         raise click.UsageError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-    if given["framework"] is None:
-        given["framework"] = "paddle" if given["device"] is None else "megatron"
+    if options["framework"] is None:
+        options["framework"] = "paddle" if options["device"] is None else "megatron"
     with refusing_bad_plans("text", output):
         from pipeproof.interop.new_plan import AnswerError, Answers, load_new, new_plan, new_plan_text
         from pipeproof.verify.check_plan import check
 
-        known = {name: value for name, value in given.items() if value is not None}
-        request = Answers(**known, chunks=chunks, settings=settings)
+        answers = {name: value for name, value in options.items() if value is not None}
+        request = Answers(**answers, chunks=chunks, settings=settings)
         try:
             plan, assumptions = new_plan(request)
         except AnswerError as error:

@@ -33,9 +33,9 @@ def _explain(context: click.Context, parameter: click.Parameter, code: str | Non
     if doc is None:
         from pipeproof.diagnostics.problems import listed
 
-        known = [doc.code for doc in all_docs()]
-        family = [each for each in known if each[:3] == code.upper()[:3]]
-        near = get_close_matches(code.upper(), family, n=3, cutoff=0.0) or [known[0]]
+        codes = [doc.code for doc in all_docs()]
+        family = [each for each in codes if each[:3] == code.upper()[:3]]
+        near = get_close_matches(code.upper(), family, n=3, cutoff=0.0) or [codes[0]]
         raise click.BadParameter(f"no code {code!r}; did you mean {listed(sorted(near))}?")
     _render(doc, console_for())
     context.exit()
@@ -139,10 +139,14 @@ def _unexpected(error: Exception) -> NoReturn:
     if type(error).__name__ == "SchemaError" and "KeyboardInterrupt" in str(error):  # pydantic wraps an interrupt
         echo("interrupted", err=True)
         sys.exit(ExitStatus.INTERRUPTED)
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    line = "" if place is None else f" at {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}"
+    innermost_tb = error.__traceback__
+    while innermost_tb is not None and innermost_tb.tb_next is not None:
+        innermost_tb = innermost_tb.tb_next
+    line = (
+        ""
+        if innermost_tb is None
+        else f" at {Path(innermost_tb.tb_frame.f_code.co_filename).name}:{innermost_tb.tb_lineno}"
+    )
     text = " ".join(str(error).split())[:_MOST_ERROR_TEXT]
     echo(
         f"error: {type(error).__name__}: {text or 'without a text'}\n"

@@ -50,7 +50,11 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
         tree = parse_text(value, "--set")
         if tree.problems:
             raise click.BadParameter(f"{text!r}: {tree.problems[0].message}")
-        inside = [known for known in settings if known[: len(path)] == path or path[: len(known)] == known]
+        inside = [
+            other_path
+            for other_path in settings
+            if other_path[: len(path)] == path or path[: len(other_path)] == other_path
+        ]
         if inside:
             raise click.BadParameter(f"{text!r}: {dotted(inside[0])} is set already")
         settings[path] = tree.data

@@ -61,9 +61,9 @@ class DeviceParam(click.ParamType):  # type: ignore[type-arg]  # generic in some
         """Return the name of a device with a data sheet."""
         from pipeproof.specs.cost import DeviceName
 
-        known = get_args(DeviceName)
-        if value not in known:
-            raise click.BadParameter(f"{value!r} is none of {', '.join(known)}", ctx, param)
+        devices = get_args(DeviceName)
+        if value not in devices:
+            raise click.BadParameter(f"{value!r} is none of {', '.join(devices)}", ctx, param)
         return str(value)
 
 
@@ -114,20 +114,20 @@ class PlanSource:
 
     @property
     def _import_options(self) -> Mapping[str, object]:
-        given = {
+        options = {
             "--model-config": self.model_config,
             "--world-size": self.world_size,
             "--device": self.device,
         }
-        return {option: value for option, value in given.items() if value is not None}
+        return {option: value for option, value in options.items() if value is not None}
 
     def _words(self) -> Iterator[str]:
         from pipeproof.diagnostics.problems import dotted
 
         if self.kind is not None:
             yield from ("--from", self.kind)
-        for option, given in self._import_options.items():
-            yield from (option, str(given))
+        for option, argument in self._import_options.items():
+            yield from (option, str(argument))
         for path, value in self.settings.items():
             yield from ("--set", f"{dotted(path)}={json.dumps(value)}")
 

@@ -121,11 +121,11 @@ def _selected(plan: LoadedPlan, text: TimeText, note: str, source: str, time_lim
         except ValueError:  # computations wait for each other, on any backend
             require_whole_step(lowered, plan.source, ("PP4",))
             raise
-    found = None
+    optimum = None
     if plan.spec.schedule.kind == "optimal":
-        found = bounded(plan.spec, schedule, costs, time_limit_s)
-        schedule = found.schedule
-    return SelectedSchedule(plan, schedule, costs, text, note, source, found)
+        optimum = bounded(plan.spec, schedule, costs, time_limit_s)
+        schedule = optimum.schedule
+    return SelectedSchedule(plan, schedule, costs, text, note, source, optimum)
 
 
 def show_schedule(shown: SelectedSchedule, form: str, *, verify: bool, color: str) -> None:

@@ -95,14 +95,14 @@ def _verify(places: Sequence[Path], *, as_json: bool) -> bool:
     from pipeproof.state.open_checkpoint import file_findings
 
     with showing_progress("reading every file"):
-        found = [(place, file_findings(place)) for place in places if place.exists()]  # opening reports others
-    if any(faults for _, faults in found):
+        path_faults = [(path, file_findings(path)) for path in places if path.exists()]  # opening reports others
+    if any(faults for _, faults in path_faults):
         if as_json:
-            _write({"faults": [finding_to_json(fault) for _, faults in found for fault in faults]})
-        for place, faults in found:
+            _write({"faults": [finding_to_json(fault) for _, faults in path_faults for fault in faults]})
+        for path, faults in path_faults:
             if faults and not as_json:
                 render_text(faults, None, console=console_for(stderr=True))
-                echo(f"{place}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}")
+                echo(f"{path}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}")
         return False
     return True
 

@@ -243,8 +243,8 @@ def backend_table(backend: str, device: str) -> BackendTable:
     try:
         return TABLES[backend, device]
     except KeyError:
-        known = ", ".join(f"{b} on {d}" for b, d in TABLES)
-        raise ValueError(f"no backend table for {backend} on {device}; there are tables for {known}") from None
+        table_names = ", ".join(f"{b} on {d}" for b, d in TABLES)
+        raise ValueError(f"no backend table for {backend} on {device}; there are tables for {table_names}") from None
 
 
 def table_named(name: str) -> BackendTable:

@@ -398,12 +398,12 @@ def completed_sends(graph: OpGraph, rank: int) -> dict[int, tuple[int, ...]]:
     for peer, messages in received.items():
         ours, position = sorted(sent.get(peer, [])), 0
         for posted, wait in sorted(messages):
-            known = []
+            complete_sends = []
             while position < len(ours) and ours[position][0] < posted:
                 send = ours[position][1]
                 if send < wait < wait_of.get(send, NONE):  # a deadlocked plan may order the send after its proof
-                    known.append(send)
+                    complete_sends.append(send)
                 position += 1
-            if known:
-                completed[wait] = (*completed.get(wait, ()), *known)
+            if complete_sends:
+                completed[wait] = (*completed.get(wait, ()), *complete_sends)
     return completed

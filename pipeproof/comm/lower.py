@@ -304,7 +304,7 @@ def receives_as_sent(plan: PlanContext) -> tuple[Mapping[int, tuple[Op, ...]], .
         for op in program:
             for user, link in uses_of(plan, rank, op):
                 sent.setdefault(link, []).append(user)
-    send_index = {(link, user): place for link, users in sent.items() for place, user in enumerate(users)}
+    send_index = {(link, user): position for link, users in sent.items() for position, user in enumerate(users)}
     return tuple(_posts(plan, rank, sent, send_index) for rank in range(len(plan.programs)))
 
 
@@ -313,14 +313,14 @@ def _posts(
 ) -> dict[int, tuple[Op, ...]]:
     posted = dict.fromkeys(sent, 0)
     posts: dict[int, tuple[Op, ...]] = {}
-    for place, op in enumerate(plan.programs[rank]):
+    for position, op in enumerate(plan.programs[rank]):
         link, user = input_link(plan, rank, op)
         if link is None or (link, user) not in send_index:
             continue  # nothing comes from another rank, or nobody sends it: then the rules speak
         first, index = posted[link], send_index[link, user]
         posted[link] = max(first, index + 1)
         if first != index:
-            posts[place] = tuple(sent[link][first : index + 1])
+            posts[position] = tuple(sent[link][first : index + 1])
     return posts
 
 
@@ -371,9 +371,9 @@ def early_receives(plan: PlanContext, most: int | None) -> tuple[Posts, ...]:
     keys: dict[tuple[Link, Op], _MessageKey] = {}
     sent: list[dict[int, _MessageKey]] = [{} for _ in plan.programs]
     for rank, program in enumerate(plan.programs):
-        for place, op in enumerate(program):
+        for position, op in enumerate(program):
             for user, link in uses_of(plan, rank, op):
-                keys[link, user] = sent[rank][place] = (timed.ends[rank][place], rank, place)
+                keys[link, user] = sent[rank][position] = (timed.ends[rank][position], rank, position)
     return tuple(_Rank(plan, rank, sent[rank], keys).posts(as_used[rank], most) for rank in range(len(sent)))
 
 
@@ -385,13 +385,13 @@ class _Rank:
     ) -> None:
         self._plan, self._rank, self._keys = plan, rank, keys
         self._program = plan.programs[rank]
-        seconds = {place + 1 for place in plan.schedule.pairs_of(rank)}
-        self._begins = [place for place in range(len(self._program)) if place not in seconds]
+        seconds = {position + 1 for position in plan.schedule.pairs_of(rank)}
+        self._begins = [position for position in range(len(self._program)) if position not in seconds]
         self._sending: list[int] = []
         """The entries that send, and below the key of the first message of each: in order, as time is."""
         self._sent: list[_MessageKey] = []
         for entry, places in enumerate(self._entries()):
-            key = min((sent[place] for place in places if place in sent), default=None)
+            key = min((sent[position] for position in places if position in sent), default=None)
             if key is not None:
                 self._sending.append(entry)
                 self._sent.append(key)
@@ -405,8 +405,8 @@ class _Rank:
         received_at: list[list[tuple[_MessageKey, Op]]] = [[] for _ in self._begins]
         for entry, places in enumerate(self._entries()):
             first = 0 if most is None else max(0, entry - most)
-            for place in places:
-                for user in as_used.get(place, (self._program[place],)):
+            for position in places:
+                for user in as_used.get(position, (self._program[position],)):
                     link, name = input_link(self._plan, self._rank, user)
                     if link is not None:
                         key = self._keys.get((link, name), _NEVER)
@@ -420,7 +420,7 @@ class _Rank:
 
     def _own(self, places: Sequence[int]) -> tuple[Op, ...]:
         """The computations of an entry that need something from another rank."""
-        ops = [self._program[place] for place in places]
+        ops = [self._program[position] for position in places]
         return tuple(op for op in ops if input_link(self._plan, self._rank, op)[0] is not None)
 
     def _after_sends_before(self, key: _MessageKey) -> int:

@@ -63,10 +63,10 @@ class RankWriter:
                 if stages := ready_behind.get(op):
                     self._blocks.use(self._blocks.add(list(step_end.reduce_concurrently(op, stages, reduce_axes))))
         else:
-            place = 0
+            position = 0
             for computations in _overlapping(rows if rows is not None else map(Row, self._rank.program)):
-                self._use(computations, place)
-                place += len(computations)
+                self._use(computations, position)
+                position += len(computations)
                 for row in computations:
                     if stages := ready_behind.get(row.op):
                         self._blocks.use(
@@ -89,9 +89,9 @@ class RankWriter:
         if wait is not None:
             self._late.append((wait, work_item, origin))
 
-    def _use(self, rows: Sequence[Row], place: int) -> None:
+    def _use(self, rows: Sequence[Row], position: int) -> None:
         """One computation, or two that overlap, from a place of the program on."""
-        posts = [self._posts.get(place + i) for i in range(len(rows))]
+        posts = [self._posts.get(position + i) for i in range(len(rows))]
         if len(rows) == 1 and posts[0] is None:
             self._use_one(rows[0].op, rows[0].origin)
             return
@@ -172,7 +172,7 @@ def lower_context(plan: PlanContext) -> OpGraph:
     groups = _Groups.of(plan, fold)
     tensors = tensors_of(plan.edges, plan.layers, plan.spec.transport, num_loads(plan.spec), plan.direct)
     reduce_axes = _reduce_axes(plan)
-    blocks, given = Blocks(num_splits=plan.num_splits), []
+    blocks, foreign_rows = Blocks(num_splits=plan.num_splits), []
     for index, rank in enumerate(groups.ranks):
         coords = plan.mesh.coords(rank)
         writer = RankBlocks(
@@ -180,13 +180,13 @@ def lower_context(plan: PlanContext) -> OpGraph:
         )
         foreign = plan.foreign
         if foreign is not None and not foreign.computes_only:
-            given.append(list(writer.given(foreign.rows[coords["pp"]], reduce_axes)))
+            foreign_rows.append(list(writer.given(foreign.rows[coords["pp"]], reduce_axes)))
             continue
         own = plan.schedule.rows(coords["pp"]) if plan.schedule.pairs else None
         posts = plan.receives[coords["pp"]] if plan.receives else {}
         rows = own if foreign is None else foreign.rows[coords["pp"]]
         RankWriter(writer, blocks, posts, plan.spec.turns).write(rows, reduce_axes)
-    columns = columns_of(given, plan.num_splits) if given else blocks.expand()
+    columns = columns_of(foreign_rows, plan.num_splits) if foreign_rows else blocks.expand()
     return OpGraph(columns, tensors.specs, groups.groups, groups.ranks)
 
 
@@ -336,8 +336,8 @@ def index_of(plan: LoweredPlan, parameter: Parameter, rank: int) -> tuple[tuple[
     coords = plan.mesh.coords(rank)
     for axis, placed in (("tp", parameter.tp), ("ep", parameter.ep)):
         if placed.dim is not None:
-            share, place = parameter.shape[placed.dim] // plan.mesh.size(axis), coords[axis]
-            index[placed.dim] = place * share, (place + 1) * share
+            share, coord = parameter.shape[placed.dim] // plan.mesh.size(axis), coords[axis]
+            index[placed.dim] = coord * share, (coord + 1) * share
     return tuple(index)
 
 

@@ -335,7 +335,7 @@ def tensors_of(
         for collective in (*layer.forward_collectives, *layer.backward_collectives):
             if collective.dtype is not None:
                 largest[collective.dtype] = max(largest.get(collective.dtype, 0), collective.numel)
-    inside = {dtype: len(specs) + place for place, dtype in enumerate(largest)}
+    inside = {dtype: len(specs) + offset for offset, dtype in enumerate(largest)}
     specs += [TensorSpec(f"{dtype} inside layers", (n,), dtype, str(INVARIANT), "x") for dtype, n in largest.items()]
     return BoundaryTensors(tuple(specs), index, of_direct, inside)
 

@@ -340,10 +340,10 @@ class RankBlocks:
         if is_packed(members, self._plan.spec.transport, gradient=not op.is_forward):
             tensor = self._tensors.index[name, op.stage, variant, PACKED]
             return [_Message(tensor, 0, self._tensors.specs[tensor].numel, self._coords["tp"], Transport.FULL)]
-        for place, boundary in enumerate(members):
+        for position, boundary in enumerate(members):
             if not op.is_forward and not boundary.has_gradient:
                 continue
-            tensor = self._tensors.index[name, op.stage, variant, place]
+            tensor = self._tensors.index[name, op.stage, variant, position]
             if boundary.changes_layout:
                 messages += self._reshard(tensor, boundary, op, incoming)
             else:

@@ -136,14 +136,14 @@ class StepEnd:
         if self._plan.spec.schedule.reduce_gradients != "when_ready" or not reduce_axes:
             return {}
         program = self._plan.programs[self._coords["pp"]]
-        last = {op.stage: place for place, op in enumerate(program) if op.kind in _ADDS}
+        last = {op.stage: position for position, op in enumerate(program) if op.kind in _ADDS}
         borrowers = self._plan.shared_weights.borrowers(self._coords["pp"])
         ready: dict[int, list[int]] = {}
         for stage in sorted(last):
             if not self._copied(stage):
                 users = {stage, *borrowers.get(stage, ())} & last.keys()
                 ready.setdefault(max(last[user] for user in users), []).append(stage)
-        return {program[place]: ready[place] for place in sorted(ready)}
+        return {program[position]: ready[position] for position in sorted(ready)}
 
     def reduce_concurrently(self, added: Op, stages: Iterable[int], reduce_axes: Sequence[str]) -> Iterator[Row]:
         """The sums of stages, concurrent with the computations after ``added``, which adds last to their gradients."""

@@ -49,8 +49,10 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
         return cost if cost.network is None else _by_network(plan, cost, cost.network)
     from pipeproof.cost.analytic_times import AnalyticCosts
 
-    costs, given = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
-    times = _slowed_down(costs.resolved(plan.cost.p2p), plan, costs.device.recv_slowdown if given is None else given)
+    costs, slowdown = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
+    times = _slowed_down(
+        costs.resolved(plan.cost.p2p), plan, costs.device.recv_slowdown if slowdown is None else slowdown
+    )
     buckets = {"bucket_size": plan.cost.bucket_size, "gather_weights": plan.cost.gather_weights}
     return _with_host(times, costs.host_bandwidth).model_copy(update=buckets)
 

@@ -34,8 +34,8 @@ def missing_framework(error: ModuleNotFoundError, title: str, extra: str) -> Imp
 
 def _pip() -> str:
     """``pip`` where the shell finds that of this Python, else this Python's by its path."""
-    python, found = Path(sys.executable), shutil.which("pip")
-    if found is not None and Path(found).parent == python.parent:
+    python, pip_path = Path(sys.executable), shutil.which("pip")
+    if pip_path is not None and Path(pip_path).parent == python.parent:
         return "pip"
-    here = Path.cwd()
-    return f"{python.relative_to(here) if python.is_relative_to(here) else python} -m pip"
+    directory = Path.cwd()
+    return f"{python.relative_to(directory) if python.is_relative_to(directory) else python} -m pip"

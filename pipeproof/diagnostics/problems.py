@@ -86,13 +86,13 @@ _FORMS: tuple[tuple[type | tuple[type, ...], Callable[[Any], str]], ...] = (
 )
 
 
-def nearest_name(name: str, known: Iterable[str], *, prefixes: bool = True) -> str | None:
+def nearest_name(name: str, candidates: Iterable[str], *, prefixes: bool = True) -> str | None:
     """Return the most similar known name, or None.
 
     Case, hyphens and missing underscores are ignored; apart from them, the
     names must be similar, or with ``prefixes`` one must begin with the other.
     """
-    by_plain = {_plain(candidate): candidate for candidate in known}
+    by_plain = {_plain(candidate): candidate for candidate in candidates}
     plain = _plain(name)
     close = get_close_matches(plain, by_plain, n=1, cutoff=0.7)
     if close:

@@ -96,10 +96,10 @@ def render_text(
 
 
 def _render_note(finding: Finding, printer: _Printer) -> None:
-    place = "" if finding.location is None else f" {finding.location}"
+    location_text = "" if finding.location is None else f" {finding.location}"
     fix = "" if finding.help is None else f"; help: {finding.help}"
     style = _STYLES[finding.severity]
-    printer.line((f"{finding.severity}[{finding.code}]", style), (f"{place}: {finding.message}{fix}", ""))
+    printer.line((f"{finding.severity}[{finding.code}]", style), (f"{location_text}: {finding.message}{fix}", ""))
 
 
 def _without_copies(

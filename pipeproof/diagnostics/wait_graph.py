@@ -79,8 +79,11 @@ class WaitGraph(Generic[Node]):
         """Add a wait of a node for another one; of several, one that blocks is kept, and of these the longest."""
         self._waits.setdefault(other, {})
         waits = self._waits.setdefault(node, {})
-        known = waits.get(other)
-        if known is None or (not wait.is_mutual, wait.seconds) > (not known.is_mutual, known.seconds):
+        earlier_wait = waits.get(other)
+        if earlier_wait is None or (not wait.is_mutual, wait.seconds) > (
+            not earlier_wait.is_mutual,
+            earlier_wait.seconds,
+        ):
             waits[other] = wait
 
     def waits(self, node: Node) -> Mapping[Node, Wait]:

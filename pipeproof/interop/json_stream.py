@@ -70,7 +70,7 @@ class JsonStream:
         self.peek()
         while True:
             try:
-                found, end = decode_json_value(self._decoder, self._text, self._at)
+                decoded, end = decode_json_value(self._decoder, self._text, self._at)
             except IncompleteValueError as error:
                 if len(self._text) - self._at > MAX_VALUE or not self._fill():
                     raise self.error("not a JSON value") from error
@@ -80,7 +80,7 @@ class JsonStream:
             if end == len(self._text) and self._fill():
                 continue  # a number may continue in the next part
             self._at = end
-            return found
+            return decoded
 
     def error(self, message: str) -> Exception:
         """Return the error of this place."""

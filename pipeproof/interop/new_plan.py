@@ -153,8 +153,8 @@ def _schedule(answers: Answers, framework: Framework, num_micro_batches: int) ->
         return FrameworkSchedule(answers.schedule)
     named = [schedule for schedule in framework.schedules if schedule.kind == answers.schedule]
     if not named:
-        known = ", ".join(sorted(framework.kinds))
-        raise AnswerError("schedule", f"{framework.title} has no {answers.schedule}; it has {known}")
+        choices = ", ".join(sorted(framework.kinds))
+        raise AnswerError("schedule", f"{framework.title} has no {answers.schedule}; it has {choices}")
     fitting = [schedule for schedule in named if schedule.fits(answers.pp, num_micro_batches)]
     if not fitting:
         least = min(named, key=lambda schedule: (schedule.min_ranks, schedule.min_rounds))
@@ -193,8 +193,12 @@ def _comment(spec: PlanSpec, path: KeyPath) -> str:
     for key in path[:-1]:
         section = getattr(section, str(key), None)
     fields = type(section).model_fields if isinstance(section, BaseModel) else {}
-    known = fields.get(str(path[-1]))
-    return "" if known is None or known.description is None else known.description.split(". ")[0].rstrip(".")
+    model_field = fields.get(str(path[-1]))
+    return (
+        ""
+        if model_field is None or model_field.description is None
+        else model_field.description.split(". ")[0].rstrip(".")
+    )
 
 
 def _wrapped(line: str) -> Iterator[str]:

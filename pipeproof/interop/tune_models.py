@@ -142,7 +142,7 @@ def _of_config(path: Path, flags: Flags) -> TuneModel:
 
 def _public_model(name: str, flags: Flags) -> TuneModel:
     wanted = _plain(name)
-    by_name = {_plain(known): known for known in MODELS}
+    by_name = {_plain(model_name): model_name for model_name in MODELS}
     for start, reason in NOT_DESCRIBED.items():
         if wanted.startswith(_plain(start)):
             raise _unknown(f"{name}: {reason}", f"known models are {', '.join(MODELS)}")

@@ -58,9 +58,9 @@ def packed(*columns: IntColumn) -> IntColumn:
 def place_in_group(key: IntColumn) -> IntColumn:
     """For each row, how many rows before it have the same key."""
     order = np.argsort(key, kind="stable")
-    place = np.empty(len(key), dtype=np.int64)
-    place[order] = np.arange(len(key)) - _group_starts(key[order])
-    return place
+    position = np.empty(len(key), dtype=np.int64)
+    position[order] = np.arange(len(key)) - _group_starts(key[order])
+    return position
 
 
 def _group_starts(ordered: IntColumn) -> IntColumn:
@@ -150,8 +150,8 @@ def _last_before(
     for key in np.unique(wait_key).tolist():
         named = targets[order][slice(*np.searchsorted(target_key[order], [key, key + 1]))]
         of_key = waits[wait_key == key]
-        place = np.searchsorted(named, of_key) - 1
-        waits_for[of_key[place >= 0]] = named[place[place >= 0]]
+        positions = np.searchsorted(named, of_key) - 1
+        waits_for[of_key[positions >= 0]] = named[positions[positions >= 0]]
 
 
 def _pair_waits(
@@ -219,9 +219,9 @@ def with_children(waits_for: IntColumn, parent: IntColumn) -> IntColumn:
         return waits_for
     by_parent = children[np.lexsort((children, parent[children]))]
     size = len(parent)
-    place = np.searchsorted(parent[by_parent] * size + by_parent, waits_for[waits] * size + waits) - 1
-    last = by_parent[np.maximum(place, 0)]
-    has_child = (place >= 0) & (parent[last] == waits_for[waits])
+    index = np.searchsorted(parent[by_parent] * size + by_parent, waits_for[waits] * size + waits) - 1
+    last = by_parent[np.maximum(index, 0)]
+    has_child = (index >= 0) & (parent[last] == waits_for[waits])
     result = waits_for.copy()
     result[waits[has_child]] = last[has_child]
     return result
@@ -257,10 +257,10 @@ def _last_of_name(columns: Columns, rank: IntColumn, children: IntColumn, owners
     order = np.lexsort((both, key))  # an owner of a key is before the children that follow it
     is_owner = order < len(owners)
     last = np.maximum.accumulate(np.where(is_owner, np.arange(len(order)), NONE))
-    known = last >= _group_starts(key[order])
-    found = np.where(known, both[order][np.where(known, last, 0)], NONE)
+    has_owner = last >= _group_starts(key[order])
+    last_owner = np.where(has_owner, both[order][np.where(has_owner, last, 0)], NONE)
     result = np.empty(len(both), dtype=np.int64)
-    result[order] = found
+    result[order] = last_owner
     return result[len(owners) :]
 
 

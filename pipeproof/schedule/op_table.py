@@ -298,8 +298,8 @@ class OpGraph:
         graph: nx.DiGraph[int] = nx.DiGraph()
         for op_id, op in enumerate(self.ops):
             meets = {"channel": int(self.channel[op_id]), "group": int(self.group[op_id])}
-            known = {name: index for name, index in meets.items() if index != NONE}
-            graph.add_node(op_id, rank=int(self.rank[op_id]), op=str(op), **known)
+            attributes = {name: index for name, index in meets.items() if index != NONE}
+            graph.add_node(op_id, rank=int(self.rank[op_id]), op=str(op), **attributes)
         kinds: dict[tuple[int, int], list[str]] = {}
         for kind, pairs in self.edges.items():
             for source, target in pairs.tolist():

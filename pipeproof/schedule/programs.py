@@ -40,9 +40,9 @@ class Schedule:
         """The computations of ``rank`` as rows; the two of an overlapped pair share a batch."""
         begins, batch = self.pairs_of(rank), NONE
         rows = []
-        for place, op in enumerate(self.programs[rank]):
-            if place - 1 not in begins:
-                batch = place if place in begins else NONE
+        for position, op in enumerate(self.programs[rank]):
+            if position - 1 not in begins:
+                batch = position if position in begins else NONE
             rows.append(Row(op, batch=batch))
         return rows
 
@@ -226,7 +226,7 @@ class AsapRun:
         while ready:
             ready += self._advance(ready.pop())
         programs = self._schedule.programs
-        stuck = [rank for rank, place in enumerate(self._place) if place < len(programs[rank])]
+        stuck = [rank for rank, position in enumerate(self._place) if position < len(programs[rank])]
         if stuck:
             where = ", ".join(f"rank {rank} at {programs[rank][self._place[rank]]}" for rank in stuck[:8])
             raise ValueError(f"the schedule cannot finish: {where}")
@@ -236,13 +236,13 @@ class AsapRun:
         """Run a rank until it lacks something; the ranks that wait for what it made."""
         program, pairs = self._schedule.programs[rank], self._schedule.pairs_of(rank)
         while self._place[rank] < len(program):
-            place = self._place[rank]
-            ops = program[place : place + 2] if place in pairs else program[place : place + 1]
+            position = self._place[rank]
+            ops = program[position : position + 2] if position in pairs else program[position : position + 1]
             start = self._start(rank, ops)
             if start is None:
                 return
             end = start + (self._costs.of_pair(*ops) if len(ops) > 1 else self._costs.of(ops[0]))
-            self._place[rank], self._clock[rank] = place + len(ops), end
+            self._place[rank], self._clock[rank] = position + len(ops), end
             for op in ops:
                 self._starts[rank].append(start)
                 self._ends[rank].append(end)

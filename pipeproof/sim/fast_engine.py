@@ -70,8 +70,8 @@ class Tracks:
         named = np.flatnonzero(graph.queue > HOST_QUEUE)
         waits = named[graph.is_kind(frozenset({OpKind.WAIT}))[named]]
         awaited = graph.waits_for[waits]
-        known = graph.is_kind(_SIDE_KINDS)[named].all() and not (len(named) and (graph.queue == HOST_QUEUE).any())
-        return bool(known and not graph.is_kind(TRANSFER_KINDS)[awaited[awaited != NONE]].any())
+        kinds_fit = graph.is_kind(_SIDE_KINDS)[named].all() and not (len(named) and (graph.queue == HOST_QUEUE).any())
+        return bool(kinds_fit and not graph.is_kind(TRANSFER_KINDS)[awaited[awaited != NONE]].any())
 
     @property
     def have_no_named_queue(self) -> bool:

@@ -154,14 +154,14 @@ def bucket_times(lowered: LoweredPlan, links: LinkTimes, num_bytes: IntColumn) -
     ``num_bytes`` are the bytes that a member contributes to each operation, by op id.
     """
     times: dict[int, Fraction] = {}
-    known: dict[tuple[int, int, bool, bool], list[Fraction]] = {}
+    cached: dict[tuple[int, int, bool, bool], list[Fraction]] = {}
     for calls in _calls_by_stage(lowered):
         key = calls.stage, calls.pp, calls.is_gather, calls.is_concurrent
         rows = [row for of_axis in calls.rows.values() for row in of_axis]
-        if key not in known:
+        if key not in cached:
             by_row = _Buckets(lowered, links, num_bytes, calls).times()
-            known[key] = [by_row.get(row, _ZERO) for row in rows]
-        times.update(zip(rows, known[key], strict=True))
+            cached[key] = [by_row.get(row, _ZERO) for row in rows]
+        times.update(zip(rows, cached[key], strict=True))
     return times
 
 
@@ -273,7 +273,7 @@ class _Buckets:
         else:
             us = sum((self._collective_us(of_axis, (axis,)) for axis, of_axis in by_axis.items()), _ZERO)
         names = {weight.name for weight in weights}
-        places = (place for place, layer in enumerate(self._layers) if names & {own.name for own in layer.parameters})
+        places = (index for index, layer in enumerate(self._layers) if names & {own.name for own in layer.parameters})
         return _Bucket(by_axis[axes[-1]][0], us, frozenset(places) or frozenset({0}))
 
     def _sharing_axes(self, axes: tuple[str, ...], weight: Parameter) -> tuple[str, ...]:
@@ -295,9 +295,9 @@ class _Buckets:
         """Global ranks of all groups over several axes, shape [groups, members]."""
         mesh = self._lowered.mesh
         grid = np.arange(mesh.num_ranks).reshape(mesh.sizes[::-1])  # the fastest axis is the last
-        places = {axis: len(mesh.axes) - 1 - place for place, axis in enumerate(mesh.axes)}
+        places = {axis: len(mesh.axes) - 1 - dim for dim, axis in enumerate(mesh.axes)}
         members = [places[axis] for axis in reversed(mesh.axes) if axis in axes]
-        others = [place for place in range(len(mesh.axes)) if place not in members]
+        others = [dim for dim in range(len(mesh.axes)) if dim not in members]
         num_members = prod(mesh.size(axis) for axis in axes)
         return np.ascontiguousarray(grid.transpose(*others, *members).reshape(-1, num_members))
 
@@ -334,12 +334,12 @@ class _Buckets:
         """Time by which a forward is longer because its layers wait for their weights."""
         duration = self._lowered.spec.cost.forward_of(0) / self._num_splits
         arrived, end = _ZERO, _ZERO
-        known = dict[int, Fraction]()
+        arrivals = dict[int, Fraction]()
         for bucket in reversed(buckets):
             arrived += bucket.us
-            known |= dict.fromkeys(bucket.layers, arrived)
-        for place, share in enumerate(self._shares((Phase.FORWARD,))):
-            end = max(end, known.get(place, _ZERO)) + duration * share
+            arrivals |= dict.fromkeys(bucket.layers, arrived)
+        for index, share in enumerate(self._shares((Phase.FORWARD,))):
+            end = max(end, arrivals.get(index, _ZERO)) + duration * share
         return end - duration
 
     def _shares(self, phases: Sequence[Phase]) -> list[Fraction]:

@@ -68,8 +68,8 @@ def part_ticks(
     _, examples, number = np.unique(
         packed(graph.kind[parent], graph.stage[parent]), return_index=True, return_inverse=True
     )
-    for place, example in enumerate(parent[examples].tolist()):
-        selected = number == place
+    for index, example in enumerate(parent[examples].tolist()):
+        selected = number == index
         for ends, chosen in zip(_ends(lowered, example, own_us(example)), (is_part, ~is_part), strict=True):
             of_kind = np.flatnonzero(selected & chosen)
             at = np.array([int(time * ticks_per_us) for time in (_ZERO, *ends)], dtype=object)
@@ -199,8 +199,8 @@ class _Works:
         ops = [graph.ops[op_id] for op_id in self._rows[examples].tolist()]
         whole = [work_us(op, cost) / (share if op.kind in COMPUTE_KINDS else 1) for op in ops]
         in_pairs = np.isin(self._rows, [*overlapped, *overlapped.values()])
-        for place in np.unique(sort[~in_pairs]).tolist():
-            self._require_room(str(ops[place].kind), ops[place], whole[place], inside_us[place])
+        for index in np.unique(sort[~in_pairs]).tolist():
+            self._require_room(str(ops[index].kind), ops[index], whole[index], inside_us[index])
         self.own_us = [max(_ZERO, time - part) for time, part in zip(whole, inside_us, strict=True)]
         self.pairs_us: dict[int, Fraction] = {}
         for first, second in overlapped.items():
@@ -213,7 +213,7 @@ class _Works:
     def ticks(self, ticks_per_us: int) -> list[int]:
         """Ticks by op id, 0 for operations of other kinds."""
         table = [0, *(int(time * ticks_per_us) for time in self.own_us)]
-        ticks = [table[place] for place in self._place.tolist()]
+        ticks = [table[index] for index in self._place.tolist()]
         if self.have_parts:
             for container in np.flatnonzero(self._taking_turns).tolist():
                 ticks[container] = 0
@@ -272,7 +272,7 @@ _NO_TIMES: Mapping[int, Fraction] = MappingProxyType({})
 
 def copied_bytes(lowered: LoweredPlan, copies: IntColumn) -> IntColumn:
     """Bytes of each of these copies: all that its stage stores of its work item from forward to backward."""
-    known: dict[tuple[int, int], int] = {}
+    by_key: dict[tuple[int, int], int] = {}
     graph, sizes = lowered.graph, lowered.size_of_work_item
     keys = [
         (stage, sizes[item] if sizes else 0)
@@ -280,8 +280,8 @@ def copied_bytes(lowered: LoweredPlan, copies: IntColumn) -> IntColumn:
     ]
     for stage, size in set(keys):
         stored = stored_activations(lowered.spec, lowered.layers_of(stage), lowered.sizes[size])
-        known[stage, size] = ceil(sum(part.num_bytes for part in stored if part.lifetime in COPIED))
-    return np.array([known[key] for key in keys], dtype=np.int64)
+        by_key[stage, size] = ceil(sum(part.num_bytes for part in stored if part.lifetime in COPIED))
+    return np.array([by_key[key] for key in keys], dtype=np.int64)
 
 
 def copy_times(lowered: LoweredPlan) -> Mapping[int, Fraction]:

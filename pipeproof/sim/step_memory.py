@@ -156,7 +156,7 @@ class _Step:
         }
         entry = graph.stage[rows] * len(self._lowered.sizes) + self._variant(graph.work_item[rows])
         tables = self._tables()
-        found = []
+        holdings = []
         for part in (Part.ACTIVATIONS, Part.LOGITS):
             for life, (begin, end) in extent.items():
                 num_bytes = tables[part, life][entry]
@@ -166,10 +166,10 @@ class _Step:
                 if life in COPIED:
                     freed, reloaded = self._offloaded(rows, end)
                     again = Holdings(part, graph.rank[rows], np.minimum(reloaded, end), end, num_bytes)
-                    found += [Holdings(part, graph.rank[rows], begin, freed, num_bytes), again]
+                    holdings += [Holdings(part, graph.rank[rows], begin, freed, num_bytes), again]
                 else:
-                    found.append(Holdings(part, graph.rank[rows], begin, end, num_bytes))
-        return found
+                    holdings.append(Holdings(part, graph.rank[rows], begin, end, num_bytes))
+        return holdings
 
     def _offloaded(self, forwards: IntColumn, end: IntColumn) -> tuple[IntColumn, IntColumn]:
         """Times at which activations leave the device and at which they are allocated again; ``end`` if they do not."""
@@ -205,7 +205,7 @@ class _Step:
 
     def sent(self) -> list[Holdings]:
         """Sent outputs and input gradients, each counted once."""
-        clock, found = self._clock, []
+        clock, holdings = self._clock, []
         for kind, makers in ((OpKind.SEND_FORWARD, _FORWARD), (OpKind.SEND_BACKWARD, _INPUT)):
             sends = self._of_tensors(kind)
             rows, arrived = self._last_arrivals(sends)
@@ -214,8 +214,8 @@ class _Step:
                 leaves = self._output_leaves(rows, arrived)
             else:
                 leaves = made if self._buffers.send_slots is not None else arrived
-            found.append(self._message(rows, made, leaves, self._whole(rows)))
-        return found
+            holdings.append(self._message(rows, made, leaves, self._whole(rows)))
+        return holdings
 
     def local(self) -> list[Holdings]:
         """Tensors of direct edges, and their gradients, between stages of one rank."""
@@ -256,7 +256,7 @@ class _Step:
 
     def slices(self) -> list[Holdings]:
         """Slices of tensors made for sends."""
-        clock, found = self._clock, []
+        clock, holdings = self._clock, []
         for kind, send in (
             (OpKind.SLICE_FORWARD, OpKind.SEND_FORWARD),
             (OpKind.SLICE_BACKWARD, OpKind.SEND_BACKWARD),
@@ -264,8 +264,8 @@ class _Step:
             rows = self._of_tensors(kind)
             in_slots = self._buffers.send_slots is not None
             leaves = clock.ends[rows] if in_slots else self._arrival(clock.partner(rows, send))
-            found.append(self._message(rows, clock.starts[rows], leaves, self._moved[rows]))
-        return found
+            holdings.append(self._message(rows, clock.starts[rows], leaves, self._moved[rows]))
+        return holdings
 
     def _message(self, rows: IntColumn, begin: IntColumn, end: IntColumn, num_bytes: IntColumn) -> Holdings:
         return Holdings(Part.MESSAGES, self._graph.rank[rows], begin, np.maximum(begin, end), num_bytes)
@@ -359,14 +359,14 @@ class _Step:
     def _tables(self) -> dict[tuple[Part, Lifetime], IntColumn]:
         """Bytes by stage and size of the work item, flattened."""
         lowered = self._lowered
-        known: dict[tuple[tuple[str, ...], int], tuple[StoredActivation, ...]] = {}
+        cached: dict[tuple[tuple[str, ...], int], tuple[StoredActivation, ...]] = {}
         items = []
         for stage, names in enumerate(lowered.stages):
             kinds = tuple(layer_kind(lowered.spec.model, name) for name in names)
             for size in range(len(lowered.sizes)):
-                if (kinds, size) not in known:  # stages of equal layers hold the same activations
-                    known[kinds, size] = stage_holdings(lowered, stage, size)
-                items.append(known[kinds, size])
+                if (kinds, size) not in cached:  # stages of equal layers hold the same activations
+                    cached[kinds, size] = stage_holdings(lowered, stage, size)
+                items.append(cached[kinds, size])
         tables = {}
         for part in (Part.ACTIVATIONS, Part.LOGITS):
             for lifetime in Lifetime:

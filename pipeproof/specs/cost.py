@@ -440,38 +440,38 @@ class CostSpec(Section):
 
 
 def _placeholders(
-    given: Collection[str],
+    cost_keys: Collection[str],
     forward: str = f"{_DEFAULT_FORWARD_US} us",
     backward: str = f"{_DEFAULT_BACKWARD_US} us",
 ) -> list[str]:
     """Times of computations that a plan leaves out, for the keys of its section ``cost``."""
-    if "analytic" in given or "profile" in given:
+    if "analytic" in cost_keys or "profile" in cost_keys:
         return []
-    is_backward_given = any(key.startswith("backward_") for key in given)
+    is_backward_given = any(key.startswith("backward_") for key in cost_keys)
     return [
-        *([] if "forward_us" in given else [f"{forward} forward"]),
+        *([] if "forward_us" in cost_keys else [f"{forward} forward"]),
         *([] if is_backward_given else [f"{backward} backward"]),
     ]
 
 
-def cost_source(given: Collection[str]) -> CostSource:
+def cost_source(cost_keys: Collection[str]) -> CostSource:
     """Return the origin of the times of computations for the keys of a section ``cost``.
 
     It is ``placeholder`` if a forward or a backward time is left out.
     """
-    if "analytic" in given:
+    if "analytic" in cost_keys:
         return "analytic"
-    if "profile" in given:
+    if "profile" in cost_keys:
         return "profile"
-    return "placeholder" if _placeholders(given) else "given"
+    return "placeholder" if _placeholders(cost_keys) else "given"
 
 
-def placeholder_note(given: Collection[str] = (), **defaults: str) -> str:
+def placeholder_note(cost_keys: Collection[str] = (), **defaults: str) -> str:
     """Return a sentence about the times that the keys of a section ``cost`` leave out; empty if there are none.
 
     ``defaults`` are ``forward`` and ``backward`` times with their units, where they are not those of a plan.
     """
-    times = _placeholders(given, **defaults)
+    times = _placeholders(cost_keys, **defaults)
     return f"times are placeholders ({', '.join(times)} per stage): proportions only" if times else ""
 
 

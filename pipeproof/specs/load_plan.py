@@ -184,12 +184,12 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 def _unknown_key(path: KeyPath) -> Problem:
     section, name = path[:-1], str(path[-1])
     shown = shortened(name)
-    known = _sections().get(_without_indices(section), ())
+    names = _sections().get(_without_indices(section), ())
     owner = f"`{_dotted(section)}`" if len(_shown(section)) else "a plan"
-    return Problem("PP102", _shown(path), f"{owner} has no key `{shown}`", _key_help(path, known), at_key=True)
+    return Problem("PP102", _shown(path), f"{owner} has no key `{shown}`", _key_help(path, names), at_key=True)
 
 
-def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
+def _key_help(path: KeyPath, names: tuple[str, ...]) -> str:
     section, name = _without_indices(path[:-1]), str(path[-1])
     if ":" in name:
         return "put a space after the colon that ends the key"
@@ -213,7 +213,7 @@ def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
         elsewhere = nearest_name(name, keys, prefixes=False) if _shown(other) != _shown(section) else None
         if elsewhere is not None:
             return f"did you mean `{_dotted((*other, elsewhere))}`?"
-    return f"known here: {', '.join(known)}"
+    return f"known here: {', '.join(names)}"
 
 
 def _homes(name: str, section: KeyPath) -> list[KeyPath]:
@@ -232,9 +232,9 @@ def _is_sibling(other: KeyPath, section: KeyPath) -> bool:
 
 def _near_key(path: KeyPath) -> str | None:
     section, name = _without_indices(path[:-1]), str(path[-1])
-    known = _sections().get(section, ())
+    names = _sections().get(section, ())
     habitual = _HABITS.get(name)
-    return habitual if habitual in known else nearest_name(name, known)
+    return habitual if habitual in names else nearest_name(name, names)
 
 
 def _without_indices(path: KeyPath) -> KeyPath:
@@ -352,11 +352,11 @@ def _with_setting(data: object, path: KeyPath, value: object, depth: int) -> tup
 
 def _given_finding(problem: Problem, source: SourceMap | None, settings: Mapping[KeyPath, object]) -> Finding:
     """A finding at its place in the file, or without one if its value is a setting, which its message then names."""
-    given = next((path for path in settings if problem.path[: len(path)] == path), None)
+    set_path = next((path for path in settings if problem.path[: len(path)] == path), None)
     finding = _finding(problem, source)
-    if given is None:
+    if set_path is None:
         return finding
-    return replace(finding, message=f"{finding.message} (given by `--set {dotted(given)}=..`)", location=None)
+    return replace(finding, message=f"{finding.message} (given by `--set {dotted(set_path)}=..`)", location=None)
 
 
 def plan_from_dict(

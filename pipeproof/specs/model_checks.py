@@ -348,8 +348,8 @@ def _check_borrowed(layer: CustomLayerSpec, path: KeyPath, weights: dict[str, tu
 
 def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
     """PP106: keys that custom layers cannot support; the suggested fix gives the alternative."""
-    for given, path, fact, fix in (*_refused_splits(plan, model), *_refused_work(plan, model)):
-        if given:
+    for is_set, path, fact, fix in (*_refused_splits(plan, model), *_refused_work(plan, model)):
+        if is_set:
             yield Problem("PP106", path, fact, help=fix)
 
 

@@ -234,12 +234,12 @@ def _check_source(schedule: ScheduleSpec) -> list[Problem]:
     """PP104 if the file or the programs are missing, PP106 for keys that belong to another kind."""
     problems = []
     for kind, key in (("file", "path"), ("custom", "programs")):
-        given = getattr(schedule, key) is not None
-        if schedule.kind == kind and not given:
+        is_set = getattr(schedule, key) is not None
+        if schedule.kind == kind and not is_set:
             message = f"`schedule.{key}` is missing, which `kind: {kind}` needs"
             example = "path: schedules/zb.csv" if key == "path" else "programs: [[0F0, 0B0], [1F0, 1B0]]"
             problems.append(Problem("PP104", ("kind",), message, help=f"add `{example}`"))
-        elif given and schedule.kind != kind:
+        elif is_set and schedule.kind != kind:
             message = f"`schedule.{key}` is given, and `kind: {schedule.kind}` does not use it"
             problems.append(Problem("PP106", (key,), message, help=f"use kind: {kind}, or remove {key}", at_key=True))
     if schedule.programs == ():

@@ -242,7 +242,7 @@ def _whole_file_checks(files: Mapping[Path, ShardFile | None], tensors: Mapping[
 def _faults(checks: Iterable[_Check]) -> tuple[Finding, ...]:
     """Return the findings in the order of the checks; hashing lets other threads run."""
 
-    def found(check: _Check) -> tuple[Finding, ...]:
+    def findings_of(check: _Check) -> tuple[Finding, ...]:
         try:
             check()
         except StateError as error:
@@ -250,4 +250,4 @@ def _faults(checks: Iterable[_Check]) -> tuple[Finding, ...]:
         return ()
 
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
-        return tuple(finding for findings in pool.map(found, checks) for finding in findings)
+        return tuple(finding for findings in pool.map(findings_of, checks) for finding in findings)

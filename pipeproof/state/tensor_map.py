@@ -74,8 +74,8 @@ class StateMap:
 
 def inverse_permutation(permutation: tuple[int, ...], num_dims: int | None = None) -> tuple[int, ...]:
     """Return the inverse permutation; ``num_dims`` is that of the source, where it differs from the target's."""
-    place = {dim: i for i, dim in enumerate(permutation)}
-    return tuple(place.get(dim, NO_DIM) for dim in range(len(permutation) if num_dims is None else num_dims))
+    by_dim = {dim: i for i, dim in enumerate(permutation)}
+    return tuple(by_dim.get(dim, NO_DIM) for dim in range(len(permutation) if num_dims is None else num_dims))
 
 
 def identity_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> TensorMap:

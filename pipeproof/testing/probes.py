@@ -185,8 +185,8 @@ def _selected(keys: Collection[str] | None) -> list[Probe]:
         return list(PROBES)
     unknown = set(keys) - {probe.key for probe in PROBES}
     if unknown:
-        known = ", ".join(probe.key for probe in PROBES)
-        raise ValueError(f"no probe observes {', '.join(sorted(unknown))}; probes observe {known}")
+        choices = ", ".join(probe.key for probe in PROBES)
+        raise ValueError(f"no probe observes {', '.join(sorted(unknown))}; probes observe {choices}")
     return [probe for probe in PROBES if probe.key in keys]
 
 

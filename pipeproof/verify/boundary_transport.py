@@ -190,13 +190,13 @@ class _Comparison:
         """Holders of ``length`` elements from ``whole`` on, the message's sender first; with their local index."""
         sender, copy = self._delivery.sender, self._delivery.copy
         mates = [(sender, copy), *(m for m in self._layouts.team_of(sender) if m != (sender, copy))]
-        found: list[tuple[int, ElementRange]] = []
+        holders: list[tuple[int, ElementRange]] = []
         for rank, mate_copy in mates:
             held = self._layouts.map(self._sent, self._placement, rank, mate_copy)
-            for here, there, num in held.inverted().part(whole, whole + length, local).ranges:
-                found.append((here, self._range(rank, mate_copy, there, num)))
-            if found:
-                return found
+            for start, there, num in held.inverted().part(whole, whole + length, local).ranges:
+                holders.append((start, self._range(rank, mate_copy, there, num)))
+            if holders:
+                return holders
         return [(local, self._range(sender, copy, local, length))]
 
     def _range(self, source: int, copy: int, start: int, length: int) -> ElementRange:
@@ -253,17 +253,17 @@ def _check_lossy(subject: Subject) -> Iterator[Finding]:
     graph = subject.graph
     places = places_of(subject)
     layouts = Layouts(subject, places)
-    found = events(graph, places)
-    kinds, first = np.unique(found.classes, return_index=True)
+    all_events = events(graph, places)
+    kinds, first = np.unique(all_events.classes, return_index=True)
     damaged = [
         kind
         for kind, event in zip(kinds.tolist(), first.tolist(), strict=True)
-        if kind != NONE and any(layouts.loss(delivery) for delivery in found.deliveries(event, places))
+        if kind != NONE and any(layouts.loss(delivery) for delivery in all_events.deliveries(event, places))
     ]
     if not damaged:
         return
-    bad = np.flatnonzero(np.isin(found.classes, damaged))
-    receive = _first_receives(found, bad)
+    bad = np.flatnonzero(np.isin(all_events.classes, damaged))
+    receive = _first_receives(all_events, bad)
     edge = np.stack(
         [
             ~graph.is_kind(FORWARD_KINDS)[receive],
@@ -273,22 +273,22 @@ def _check_lossy(subject: Subject) -> Iterator[Finding]:
         axis=1,
     )
     for key in np.unique(edge, axis=0).tolist():
-        here = (edge == key).all(axis=1)
-        batches = np.unique(graph.work_item[receive[here]])
-        in_first = here & (graph.work_item[receive] == batches[0])
+        mask = (edge == key).all(axis=1)
+        batches = np.unique(graph.work_item[receive[mask]])
+        in_first = mask & (graph.work_item[receive] == batches[0])
         all_losses = [
             (int(graph.match[delivery.receive]), loss)
             for event in bad[in_first].tolist()
-            for delivery in found.deliveries(event, places)
+            for delivery in all_events.deliveries(event, places)
             if (loss := layouts.loss(delivery)) is not None
         ]
         backward, source, sink = key
         yield _lossy_finding(subject, source, sink, not backward, batches, all_losses)
 
 
-def _first_receives(found: Events, chosen: IntColumn) -> IntColumn:
+def _first_receives(all_events: Events, chosen: IntColumn) -> IntColumn:
     """For each of the chosen events, one of its receives."""
-    latest = np.maximum.reduceat(found.receive, found.offsets[:-1])
+    latest = np.maximum.reduceat(all_events.receive, all_events.offsets[:-1])
     return latest[chosen]
 
 

@@ -118,8 +118,8 @@ def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
 def _facts_content(value: object) -> object:
     """Facts as ``astuple`` gives them, without added fields that state nothing: facts of before keep their digest."""
     if is_dataclass(value):
-        found = [(field, getattr(value, field.name)) for field in fields(value)]
-        return [_facts_content(one) for field, one in found if field.name not in _ADDED_FACTS or one != field.default]
+        pairs = [(field, getattr(value, field.name)) for field in fields(value)]
+        return [_facts_content(one) for field, one in pairs if field.name not in _ADDED_FACTS or one != field.default]
     if isinstance(value, tuple | list):
         return [_facts_content(one) for one in value]
     if isinstance(value, Mapping):

@@ -248,8 +248,8 @@ class _Search:
         for row in FOLLOWS:
             if row.code == finding.code:
                 for code in row.causes:
-                    known = self._with_key(code, row.by)
-                    causes = [known[key] for key in row.by(self._subject, finding) if key in known] if known else []
+                    by_key = self._with_key(code, row.by)
+                    causes = [by_key[key] for key in row.by(self._subject, finding) if key in by_key] if by_key else []
                     if causes and (code != finding.code or min(causes) < index):
                         return min(causes)
         return None
@@ -359,8 +359,8 @@ def require_whole_step(lowered: LoweredPlan, source: SourceMap | None, codes: tu
         return
     subject = lowered_subject(lowered, source)
     rules = _rules_for(subject, [code for code in CHECK_CODES if code.startswith(codes)])
-    found = [subject.placed(finding) for rule in rules for finding in rule.check(subject)]
-    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    findings = [subject.placed(finding) for rule in rules for finding in rule.check(subject)]
+    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     if errors:
         from pipeproof.sim.outcome import SimulationError  # a check loads no simulator
 
@@ -377,12 +377,12 @@ def check_subject(
     """
     run = [code for code in CHECK_CODES if selection.picks(code)]
     rules = _rules_for(subject, run)
-    found = []
+    all_findings = []
     for number, rule in enumerate(rules):
         if on_progress is not None:
             on_progress(f"checking {rule.doc.code}", number, len(rules))
-        found += [subject.placed(finding) for finding in rule.check(subject)]
-    kept, suppressed = suppress(subject, found, {rule.doc.code: rule.doc for rule in RULES}, run)
+        all_findings += [subject.placed(finding) for finding in rule.check(subject)]
+    kept, suppressed = suppress(subject, all_findings, {rule.doc.code: rule.doc for rule in RULES}, run)
     return Report(
         subject=subject,
         digest=graph_digest(subject),

@@ -109,10 +109,10 @@ def _verdict(report: Report) -> str:
 def _all_counted(findings: Sequence[Finding]) -> str:
     """``1 error and 2 notes (and 4 that follow)``; nothing for none."""
     groups = by_cause(findings)
-    found = Counter(finding.severity for finding, _ in groups)
+    counts = Counter(finding.severity for finding, _ in groups)
     following = len(findings) - len(groups)
     tail = f" (and {following} that {'follows' if following == 1 else 'follow'})" if following else ""
-    return listed([_counted(found[s], s) for s in Severity if found[s]], "and") + tail if found else ""
+    return listed([_counted(counts[s], s) for s in Severity if counts[s]], "and") + tail if counts else ""
 
 
 def _size(report: Report) -> str:

@@ -46,22 +46,22 @@ class _Calls:
         starts = np.searchsorted(self.group[led], np.arange(len(self.graph.groups) + 1))
         position = self.graph.position[self.row]
         counts = np.diff(starts)[self.group]
-        place = np.minimum(starts[self.group] + position, max(len(led) - 1, 0))
-        return np.where(position < counts, self.row[led[place]] if len(led) else NONE, NONE)
+        index = np.minimum(starts[self.group] + position, max(len(led) - 1, 0))
+        return np.where(position < counts, self.row[led[index]] if len(led) else NONE, NONE)
 
     def count_of(self, group: IntColumn, rank: IntColumn) -> IntColumn:
         """Number of collectives of each (rank, group) pair."""
         keys, counts = np.unique(self._key(self.group, self.rank), return_counts=True)
         if not len(keys):
             return np.zeros(len(group), dtype=np.int64)
-        place = np.minimum(np.searchsorted(keys, self._key(group, rank)), len(keys) - 1)
-        return np.where(keys[place] == self._key(group, rank), counts[place], 0)
+        index = np.minimum(np.searchsorted(keys, self._key(group, rank)), len(keys) - 1)
+        return np.where(keys[index] == self._key(group, rank), counts[index], 0)
 
     def find(self, group: int, rank: int, position: int) -> int | None:
         """The call of a rank at a place on its group; None where it issues fewer."""
         selected = (self.group == group) & (self.rank == rank) & (self.graph.position[self.row] == position)
-        found = self.row[selected]
-        return int(found[0]) if len(found) else None
+        rows = self.row[selected]
+        return int(rows[0]) if len(rows) else None
 
 
 COLLECTIVE = RuleDoc(
@@ -97,9 +97,9 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
         first[key] = min(position, first.get(key, position))
     selected = calls.count_of(calls.member_group, calls.member_rank)
     of_leader = calls.count_of(calls.member_group, calls.leader[calls.member_group])
-    for place in np.flatnonzero(selected < of_leader).tolist():
-        key = int(calls.member_group[place]), int(calls.member_rank[place])
-        first[key] = min(int(selected[place]), first.get(key, int(selected[place])))
+    for member_index in np.flatnonzero(selected < of_leader).tolist():
+        key = int(calls.member_group[member_index]), int(calls.member_rank[member_index])
+        first[key] = min(int(selected[member_index]), first.get(key, int(selected[member_index])))
     for index, rank in sorted(first):
         position = first[index, rank]
         group, leader = graph.groups[index], int(calls.leader[index])
@@ -282,7 +282,7 @@ def _check_members(subject: Subject) -> Iterator[Finding]:
 def _not_of_mesh(group: Group, global_rank: tuple[int, ...], mesh: Mesh) -> str | None:
     ranks = [global_rank[rank] for rank in group.ranks]
     first = mesh.coords(ranks[0])
-    along = [mesh.rank({**first, group.axis: place}) for place in range(mesh.size(group.axis))]
+    along = [mesh.rank({**first, group.axis: coord}) for coord in range(mesh.size(group.axis))]
     if group.size != len(along) and group.axis != "pp":
         return f"has {group.size} members, and the mesh has {len(along)} ranks along {group.axis}: {along}"
     if ranks != [rank for rank in along if rank in ranks]:

@@ -42,9 +42,9 @@ def is_expected(subject: Subject, rank: IntColumn, stage: IntColumn, work_item: 
     if lowered is None or not lowered.has_copies:
         return owns(subject, rank, stage) & (work_item < subject.num_work_items)
     num_stages, num_work_items = lowered.owner.shape
-    known = (stage >= 0) & (stage < num_stages) & (work_item >= 0) & (work_item < num_work_items)
-    selected = lowered.owner[np.where(known, stage, 0), np.where(known, work_item, 0)] == subject.pp_of[rank]
-    return np.asarray(known & selected)
+    inside = (stage >= 0) & (stage < num_stages) & (work_item >= 0) & (work_item < num_work_items)
+    selected = lowered.owner[np.where(inside, stage, 0), np.where(inside, work_item, 0)] == subject.pp_of[rank]
+    return np.asarray(inside & selected)
 
 
 MISSING = RuleDoc(
@@ -74,12 +74,12 @@ def _check_missing(subject: Subject) -> Iterator[Finding]:
     absent: dict[OpKind, BoolColumn] = {_F: lacks(_F)}
     if is_training(subject):
         absent |= {_B: ~split & lacks(_B), _I: split & lacks(_I), _W: split & lacks(_W)}
-    for place in np.flatnonzero(np.any(list(absent.values()), axis=0)).tolist():
-        at = int(rank[place])
+    for index in np.flatnonzero(np.any(list(absent.values()), axis=0)).tolist():
+        at = int(rank[index])
         ops = [
-            subject.graph.op_of(kind, int(stage[place]), int(work_item[place]))
-            for kind, here in absent.items()
-            if here[place]
+            subject.graph.op_of(kind, int(stage[index]), int(work_item[index]))
+            for kind, mask in absent.items()
+            if mask[index]
         ]
         names = " and ".join(map(str, ops))
         yield MISSING.finding(
@@ -189,12 +189,12 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
             witness=subject.witness(exchange.first, exchange.second, *exchange.transfers),
         )
     late: list[tuple[int, int]] = []
-    for place, (earlier, later) in enumerate(_MUST_PRECEDE):
+    for index, (earlier, later) in enumerate(_MUST_PRECEDE):
         first, second = table.first[earlier], table.first[later]
         wrong = (first != NONE) & (second != NONE) & (second < first)
-        late += [(entry, place) for entry in np.flatnonzero(wrong).tolist()]
-    for entry, place in sorted(late):
-        needed, needs = (int(table.first[kind][entry]) for kind in _MUST_PRECEDE[place])
+        late += [(entry, index) for entry in np.flatnonzero(wrong).tolist()]
+    for entry, index in sorted(late):
+        needed, needs = (int(table.first[kind][entry]) for kind in _MUST_PRECEDE[index])
         if home.get(needed, needed) < home.get(needs, needs):  # exchanged back, they are in order
             continue
         yield ORDER.finding(
@@ -225,10 +225,10 @@ def _check_splits(subject: Subject) -> Iterator[Finding]:
     before = table.find(table.rank, table.stage, table.work_item - 1)  # the split before it of the same micro-batch
     follows = (before != NONE) & (table.work_item % graph.num_splits > 0)
     for first, onward in ((table.first[_F], True), (table.first_backward, False)):
-        here, previous = first[entry[follows]], first[before[follows]]
-        due, late = (previous, here) if onward else (here, previous)  # what should run first, and what should run next
-        for place in np.flatnonzero((due != NONE) & (late != NONE) & (late < due)).tolist():
-            needs, needed = int(late[place]), int(due[place])
+        own, previous = first[entry[follows]], first[before[follows]]
+        due, late = (previous, own) if onward else (own, previous)  # what should run first, and what should run next
+        for index in np.flatnonzero((due != NONE) & (late != NONE) & (late < due)).tolist():
+            needs, needed = int(late[index]), int(due[index])
             yield SPLITS.finding(
                 f"{subject.coords_text(int(graph.rank[needs]))} runs {graph.ops[needs]} before {graph.ops[needed]}, "
                 "whose keys and values, or the gradients of these, it reads",
@@ -291,10 +291,10 @@ def _check_steps(subject: Subject) -> Iterator[Finding]:
     count = np.bincount(entry[: len(steps)], minlength=len(held))
     computes = np.bincount(entry[len(steps) :], minlength=len(held)) > 0
     described = np.isin(rank[some], table.rank)  # of a rank that computes nothing at all, nothing is known
-    for place in np.flatnonzero((count != 1) | (~computes & described)).tolist():
-        at, of_stage = int(rank[some[place]]), int(stage[some[place]])
+    for index in np.flatnonzero((count != 1) | (~computes & described)).tolist():
+        at, of_stage = int(rank[some[index]]), int(stage[some[index]])
         step = Op(OpKind.STEP, of_stage)
-        selected = steps[entry[: len(steps)] == place].tolist()
+        selected = steps[entry[: len(steps)] == index].tolist()
         where = subject.coords_text(at)
         if not selected:
             yield STEPS.finding(
@@ -303,7 +303,7 @@ def _check_steps(subject: Subject) -> Iterator[Finding]:
                 witness=OpsWitness((missing_op(graph.global_rank[at], step),)),
             )
         else:
-            what = f"{len(selected)} times" if computes[place] else "and computes nothing of that stage"
+            what = f"{len(selected)} times" if computes[index] else "and computes nothing of that stage"
             yield STEPS.finding(
                 f"{where} runs {step} {what}",
                 help="keep one for each stage of the rank",
@@ -366,19 +366,19 @@ class _Places:
 
     def candidates(self, row: int) -> list[int]:
         """The computations at the places to which the transfers of a computation belong."""
-        found = (self._next_to(self.receive[row], 0), self._next_to(self.send[row], -1))
-        return [other for other in found if other not in (NONE, row)]
+        neighbours = (self._next_to(self.receive[row], 0), self._next_to(self.send[row], -1))
+        return [other for other in neighbours if other not in (NONE, row)]
 
     def _next_to(self, transfer: int, side: int) -> int:
         """The first computation behind a transfer (``side`` 0), or the last one before it (-1)."""
-        place = int(np.searchsorted(self.rows, transfer)) + side
-        return int(self.rows[place]) if transfer != NONE and 0 <= place < len(self.rows) else NONE
+        index = int(np.searchsorted(self.rows, transfer)) + side
+        return int(self.rows[index]) if transfer != NONE and 0 <= index < len(self.rows) else NONE
 
 
 def exchanges(subject: Subject) -> list[Exchange]:
     """All exchanges, in program order; each computation is in one at most."""
     graph, faults = subject.graph, subject.once(FaultsByChannel)
-    found: list[Exchange] = []
+    result: list[Exchange] = []
     done: set[int] = set()
     for places, row in _out_of_place(subject):
         for other in places.candidates(row):
@@ -390,9 +390,9 @@ def exchanges(subject: Subject) -> list[Exchange]:
                 if any(end in faults[int(graph.channel[end])].block_of for end in ends):
                     continue  # the transfers are in each other's places, and the peer's are not: PP302 speaks
                 shown = [end for end in ends if first < end < second]
-                found.append(Exchange(first, second, tuple(sorted(shown))))
+                result.append(Exchange(first, second, tuple(sorted(shown))))
                 done |= {row, other}
-    return sorted(found, key=lambda exchange: exchange.first)
+    return sorted(result, key=lambda exchange: exchange.first)
 
 
 def _out_of_place(subject: Subject) -> Iterator[tuple[_Places, int]]:

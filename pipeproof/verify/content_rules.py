@@ -133,28 +133,28 @@ UNUSED = RuleDoc(
 
 
 def _check_overwritten(subject: Subject) -> Iterator[Finding]:
-    found = subject.once(contents)
-    wrong = [read for read in found.wrong if read.own != NONE]
-    yield from capped(subject, OVERWRITTEN, _overwritten(subject, found, wrong), len(wrong))
+    outcome = subject.once(contents)
+    wrong = [read for read in outcome.wrong if read.own != NONE]
+    yield from capped(subject, OVERWRITTEN, _overwritten(subject, outcome, wrong), len(wrong))
 
 
-def _overwritten(subject: Subject, found: Contents, wrong: list[WrongRead]) -> Iterator[Finding]:
+def _overwritten(subject: Subject, outcome: Contents, wrong: list[WrongRead]) -> Iterator[Finding]:
     ops = subject.graph.ops
     for read in wrong:
         writer = read.content.writer
         yield about(
             subject,
             OVERWRITTEN,
-            f"{_rank(subject, read.op)}: {ops[read.op]} reads {_buffer(found, read.buffer)}, where {ops[writer]} "
+            f"{_rank(subject, read.op)}: {ops[read.op]} reads {_buffer(outcome, read.buffer)}, where {ops[writer]} "
             f"has overwritten what {ops[read.own]} put there",
             (read.own, writer, read.op),
-            f"let {ops[writer]} write to another buffer" + _pool_size(subject, found, read),
+            f"let {ops[writer]} write to another buffer" + _pool_size(subject, outcome, read),
         )
 
 
-def _pool_size(subject: Subject, found: Contents, read: WrongRead) -> str:
+def _pool_size(subject: Subject, outcome: Contents, read: WrongRead) -> str:
     """For a buffer ``pool[i]``: how many buffers the pool needs for the work items that are alive together."""
-    uses, graph = found.uses, subject.graph
+    uses, graph = outcome.uses, subject.graph
     rank, name = uses.names[read.buffer - uses.first_named]
     pool, bracket, _ = name.partition("[")
     if not bracket:
@@ -170,21 +170,21 @@ def _pool_size(subject: Subject, found: Contents, read: WrongRead) -> str:
 
 
 def _check_content(subject: Subject) -> Iterator[Finding]:
-    found = subject.once(contents)
-    wrong = [read for read in found.wrong if read.own == NONE]
-    yield from capped(subject, OTHER_CONTENT, _other_content(subject, found, wrong), len(wrong))
+    outcome = subject.once(contents)
+    wrong = [read for read in outcome.wrong if read.own == NONE]
+    yield from capped(subject, OTHER_CONTENT, _other_content(subject, outcome, wrong), len(wrong))
 
 
-def _other_content(subject: Subject, found: Contents, wrong: list[WrongRead]) -> Iterator[Finding]:
+def _other_content(subject: Subject, outcome: Contents, wrong: list[WrongRead]) -> Iterator[Finding]:
     graph = subject.graph
     for read in wrong:
         op = graph.ops[read.op]
-        adds = read.op in found.uses.op[(found.uses.buffer == read.buffer) & found.uses.changes]
+        adds = read.op in outcome.uses.op[(outcome.uses.buffer == read.buffer) & outcome.uses.changes]
         expected = _expectation(graph, read.op, adds=adds)
         yield about(
             subject,
             OTHER_CONTENT,
-            f"{_rank(subject, read.op)}: {op} {'adds to' if adds else 'reads'} {_buffer(found, read.buffer)}, which "
+            f"{_rank(subject, read.op)}: {op} {'adds to' if adds else 'reads'} {_buffer(outcome, read.buffer)}, which "
             f"{content_text(graph, read.content, read.step)}; "
             f"it computes with {expected}",
             (read.op,) if read.content.writer == NONE else (read.op, read.content.writer),
@@ -240,11 +240,11 @@ def _check_repeated(subject: Subject) -> Iterator[Finding]:
 
 
 def _sums(subject: Subject, doc: RuleDoc, wrong: list[WrongSum]) -> Iterator[Finding]:
-    found = subject.once(contents)
-    yield from capped(subject, doc, (_sum(subject, found, doc, one) for one in wrong), len(wrong))
+    outcome = subject.once(contents)
+    yield from capped(subject, doc, (_sum(subject, outcome, doc, one) for one in wrong), len(wrong))
 
 
-def _sum(subject: Subject, found: Contents, doc: RuleDoc, wrong: WrongSum) -> Finding:
+def _sum(subject: Subject, outcome: Contents, doc: RuleDoc, wrong: WrongSum) -> Finding:
     graph = subject.graph
     term, reader, cause = _term_text(graph, wrong.term), graph.ops[wrong.reader], [wrong.adder, wrong.reader]
     fix = f"let it be added to a buffer that {reader} reads"
@@ -258,21 +258,21 @@ def _sum(subject: Subject, found: Contents, doc: RuleDoc, wrong: WrongSum) -> Fi
         fix = f"let {overwriter} add to the buffer, or come before all micro-batches"
     else:
         fact = f"lacks {term}, which was never added to it"
-    message = f"{_rank(subject, wrong.reader)}: {reader} reads {_buffer(found, wrong.buffer)}, which {fact}"
+    message = f"{_rank(subject, wrong.reader)}: {reader} reads {_buffer(outcome, wrong.buffer)}, which {fact}"
     return about(subject, doc, message, [op for op in cause if op != NONE], fix)
 
 
 def _check_never_wrote(subject: Subject) -> Iterator[Finding]:
     """Buffers that collectives put in, that nothing on their rank wrote, and that another rank computes."""
-    graph, found = subject.graph, subject.once(contents)
+    graph, outcome = subject.graph, subject.once(contents)
     writes = graph.accesses.mode == WRITE
     writers = graph.accesses.op[writes]
     computed = ~graph.is_kind(CHILD_KINDS)[writers]
     by_name: dict[str, int] = {}
     for op, buffer in zip(writers[computed].tolist(), graph.accesses.buffer[writes][computed].tolist(), strict=True):
         by_name.setdefault(graph.buffers[buffer], op)
-    for op, buffer in found.unset:
-        rank, name = found.uses.names[buffer - found.uses.first_named]
+    for op, buffer in outcome.unset:
+        rank, name = outcome.uses.names[buffer - outcome.uses.first_named]
         is_root = KINDS[graph.kind[op]] is not OpKind.BROADCAST or graph.peer[op] in (rank, NONE)
         owner = by_name.get(name)
         if is_root and owner is not None and graph.rank[owner] != rank:
@@ -287,9 +287,9 @@ def _check_never_wrote(subject: Subject) -> Iterator[Finding]:
 
 
 def _check_unused(subject: Subject) -> Iterator[Finding]:
-    found = subject.once(contents)
+    outcome = subject.once(contents)
     ops = subject.graph.ops
-    for one in found.unused:
+    for one in outcome.unused:
         yield about(
             subject,
             UNUSED,
@@ -303,8 +303,8 @@ def _rank(subject: Subject, op: int) -> str:
     return subject.coords_text(int(subject.graph.rank[op]))
 
 
-def _buffer(found: Contents, buffer: int) -> str:
-    return f"buffer `{found.uses.names[buffer - found.uses.first_named][1]}`"
+def _buffer(outcome: Contents, buffer: int) -> str:
+    return f"buffer `{outcome.uses.names[buffer - outcome.uses.first_named][1]}`"
 
 
 RULES = (

@@ -101,11 +101,11 @@ def contents(subject: Subject) -> Contents:
     analysis = subject.once(lifetimes)
     uses = analysis.in_order
     named = np.flatnonzero(uses.buffer >= uses.first_named)
-    found = Contents(uses)
+    outcome = Contents(uses)
     if not len(named):
-        return found
+        return outcome
     parameters = {b for b, (_, name) in enumerate(uses.names, uses.first_named) if names_parameter(name)}
-    walk = _Walk(subject.graph, found, frozenset(uses.op[analysis.unwritten].tolist()))
+    walk = _Walk(subject.graph, outcome, frozenset(uses.op[analysis.unwritten].tolist()))
     accesses: dict[int, dict[int, int]] = {}
     for op, buffer, mode in zip(*(column[named].tolist() for column in (uses.op, uses.buffer, uses.mode)), strict=True):
         if buffer not in parameters:
@@ -116,7 +116,7 @@ def contents(subject: Subject) -> Contents:
     for step in range(NUM_STEPS):
         for op in ops:
             walk.execute(op, accesses.get(op, {}), step)
-    return found
+    return outcome
 
 
 def _as_they_happen(order: Order, ops: list[int]) -> list[int]:
@@ -125,17 +125,17 @@ def _as_they_happen(order: Order, ops: list[int]) -> list[int]:
 
     events: nx.DiGraph[int] = nx.DiGraph(event_edges(order).tolist())
     try:
-        place = {event: i for i, event in enumerate(nx.lexicographical_topological_sort(events))}
+        positions = {event: i for i, event in enumerate(nx.lexicographical_topological_sort(events))}
     except nx.NetworkXUnfeasible:
         return ops
-    return sorted(ops, key=lambda op: place.get(2 * op, op))
+    return sorted(ops, key=lambda op: positions.get(2 * op, op))
 
 
 class _Walk:
     """The contents of all named buffers on the way through the program."""
 
-    def __init__(self, graph: OpGraph, found: Contents, never_set: frozenset[int]) -> None:
-        self._graph, self._found, self._never_set = graph, found, never_set
+    def __init__(self, graph: OpGraph, outcome: Contents, never_set: frozenset[int]) -> None:
+        self._graph, self._found, self._never_set = graph, outcome, never_set
         self._contents: dict[int, Content] = defaultdict(lambda: UNSET)
         self._past: dict[int, list[Content]] = defaultdict(list)
         self._updates: dict[tuple[int, int], list[int]] = defaultdict(list)

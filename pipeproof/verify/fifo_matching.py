@@ -139,12 +139,12 @@ def _faults(graph: OpGraph, channel: int) -> ChannelFaults:
     sends, receives = (_by_identity(graph, rows[is_send == side].tolist(), named=named) for side in (True, False))
     sends_alone = tuple(op_id for key, op_id in sends.items() if key not in receives)
     receives_alone = tuple(op_id for key, op_id in receives.items() if key not in sends)
-    place = {key: number for number, key in enumerate(key for key in receives if key in sends)}
+    positions = {key: number for number, key in enumerate(key for key in receives if key in sends)}
     sent = [key for key in sends if key in receives]
     block_of: dict[int, int] = {}
     begin, last = 0, NONE
     for number, key in enumerate(sent):
-        last = max(last, place[key])
+        last = max(last, positions[key])
         if last == number:  # both sides have had the same messages up to here
             for moved in sent[begin : number + 1] if number > begin else ():
                 block_of[sends[moved]] = block_of[receives[moved]] = begin
@@ -162,14 +162,14 @@ def _faults(graph: OpGraph, channel: int) -> ChannelFaults:
 def _by_identity(graph: OpGraph, ops: Sequence[int], *, named: bool) -> dict[tuple[str, str, int], int]:
     """The operations of one end by (text of the receive that is meant, tensor, how often it came before)."""
     seen: Counter[tuple[str, str]] = Counter()
-    found: dict[tuple[str, str, int], int] = {}
+    by_key: dict[tuple[str, str, int], int] = {}
     for op_id in ops:
         op = graph.ops[op_id]
         member = graph.tensors[int(graph.tensor[op_id])].member if named else ""
         key = str(partner_of(op) if op.kind in SEND_KINDS else op), member
-        found[*key, seen[key]] = op_id
+        by_key[*key, seen[key]] = op_id
         seen[key] += 1
-    return found
+    return by_key
 
 
 def rank_of(graph: OpGraph, op_id: int) -> int:

@@ -96,7 +96,7 @@ def what_fits(plan: LoweredPlan, budget_gib: float) -> str:
     fitting: dict[frozenset[str], int] = {}
     nearest: tuple[int, str] | None = None
     for texts, changed in _changes(plan):
-        if any(known <= texts for known in fitting):
+        if any(subset <= texts for subset in fitting):
             continue  # a part of this change is enough
         simulation = _simulated(changed)
         if simulation is None:

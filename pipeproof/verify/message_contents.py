@@ -291,14 +291,14 @@ def exchange_of(subject: Subject) -> Exchange:
         none = np.full(len(rows), NONE, dtype=np.int64)
         return Exchange(rows, none, none, none[:0])
     forward = graph.is_kind(FORWARD_KINDS)[rows].astype(np.int64)
-    given = packed(graph.rank[rows], graph.stage[rows], forward, _members(graph, rows, meta))
-    item = packed(given, graph.work_item[rows])
+    input_key = packed(graph.rank[rows], graph.stage[rows], forward, _members(graph, rows, meta))
+    item = packed(input_key, graph.work_item[rows])
     key = packed(item, place_in_group(packed(item, meta.astype(np.int64))))
     _, tensor, announcement = np.intersect1d(key[~meta], key[meta], assume_unique=True, return_indices=True)
     tensors, metas = rows[~meta], rows[meta]
     own = np.full(len(tensors), NONE, dtype=np.int64)
     own[tensor] = metas[announcement]
-    return Exchange(tensors, own, _last_before(rows, meta, given)[~meta], np.delete(metas, announcement))
+    return Exchange(tensors, own, _last_before(rows, meta, input_key)[~meta], np.delete(metas, announcement))
 
 
 def _members(graph: OpGraph, rows: IntColumn, meta: BoolColumn) -> IntColumn:
@@ -326,9 +326,9 @@ def _check_announced(subject: Subject) -> Iterator[Finding]:
     sent, announced = (np.where(rows == NONE, NONE, graph.tensor[graph.match[rows]]) for rows in (tensors, meta))
     forms: dict[object, int] = {}
     form = np.array([*(forms.setdefault((t.shape, t.dims, t.dtype), len(forms)) for t in graph.tensors), NONE])
-    for place in np.flatnonzero((sent != NONE) & (announced != NONE) & (form[sent] != form[announced])).tolist():
-        receive, source = int(tensors[place]), int(meta[place])
-        got, expected = graph.tensors[int(sent[place])], graph.tensors[int(announced[place])]
+    for index in np.flatnonzero((sent != NONE) & (announced != NONE) & (form[sent] != form[announced])).tolist():
+        receive, source = int(tensors[index]), int(meta[index])
+        got, expected = graph.tensors[int(sent[index])], graph.tensors[int(announced[index])]
         yield ANNOUNCED.finding(
             f"{graph.ops[receive]} on rank {rank_of(graph, receive)} gets {got.dtype} {got.dims} {list(got.shape)}, "
             f"but {graph.ops[source]} announced {expected.dtype} {expected.dims} {list(expected.shape)}",
@@ -418,8 +418,8 @@ def _check_known(subject: Subject) -> Iterator[Finding]:
     waited[graph.waits_for[waits]] = graph.num_ops
     holds = waits[np.isin(graph.queue[waits], (COMPUTE_QUEUE, HOST_QUEUE))]
     np.minimum.at(waited, graph.waits_for[holds], holds)
-    for place in np.flatnonzero((meta > tensors) | (waited[meta] > tensors)).tolist():
-        receive, source = int(tensors[place]), int(meta[place])
+    for index in np.flatnonzero((meta > tensors) | (waited[meta] > tensors)).tolist():
+        receive, source = int(tensors[index]), int(meta[index])
         yield TOO_EARLY.finding(
             f"rank {rank_of(graph, receive)} posts {graph.ops[receive]} before it knows the shape: "
             + (

@@ -138,17 +138,17 @@ def _check_never_sent(subject: Subject) -> Iterator[Finding]:
     for backward, direction in enumerate(_DIRECTIONS):
         entries, maker = _needed(subject, direction)
         entries = entries[~_is_local(subject, entries, maker, direction) & expected[entries]]
-        here = (messages.backward == backward) & (messages.maker == NONE)
-        owed, member = _owed(subject, entries, messages.stage[here], messages.member[here], direction)
-        known = packed(
-            np.concatenate([messages.rank[here], table.rank[owed]]),
-            np.concatenate([messages.stage[here], table.stage[owed]]),
-            np.concatenate([messages.work_item[here], table.work_item[owed]]),
-            np.concatenate([messages.member[here], member]),
+        mask = (messages.backward == backward) & (messages.maker == NONE)
+        owed, member = _owed(subject, entries, messages.stage[mask], messages.member[mask], direction)
+        keys = packed(
+            np.concatenate([messages.rank[mask], table.rank[owed]]),
+            np.concatenate([messages.stage[mask], table.stage[owed]]),
+            np.concatenate([messages.work_item[mask], table.work_item[owed]]),
+            np.concatenate([messages.member[mask], member]),
         )
-        num_sent = len(known) - len(owed)
-        for place in np.flatnonzero(~np.isin(known[num_sent:], known[:num_sent])).tolist():
-            yield _never_sent(subject, int(owed[place]), direction, names[int(member[place])])
+        num_sent = len(keys) - len(owed)
+        for index in np.flatnonzero(~np.isin(keys[num_sent:], keys[:num_sent])).tolist():
+            yield _never_sent(subject, int(owed[index]), direction, names[int(member[index])])
         yield from _check_direct(
             subject, messages, np.flatnonzero((messages.backward == backward) & (messages.maker != NONE)), direction
         )
@@ -277,13 +277,13 @@ def _check_unexpected(subject: Subject) -> Iterator[Finding]:
     meant = (graph.stage[send] == source) & (graph.work_item[send] == work_item)  # else PP302 speaks
     unused, unmade = meant & has_no_place(graph.rank[row], stage), meant & has_no_place(graph.rank[send], source)
     again = meant & _come_already(graph, row)
-    for place in np.flatnonzero(unused | unmade | again).tolist():
-        ends = int(send[place]), int(row[place])
+    for index in np.flatnonzero(unused | unmade | again).tolist():
+        ends = int(send[index]), int(row[index])
         maker, user = graph.ops[ends[0]], graph.ops[ends[1]]
-        if unused[place]:
+        if unused[index]:
             where = subject.coords_text(int(graph.rank[ends[1]]))
             what = f"{where} receives {user}, but has no part in stage {user.stage}, which uses it"
-        elif unmade[place]:
+        elif unmade[index]:
             where = subject.coords_text(int(graph.rank[ends[0]]))
             what = f"{where} sends {maker}, but has no part in stage {maker.stage}, which makes it"
         else:
@@ -330,8 +330,8 @@ def _check_local_order(subject: Subject) -> Iterator[Finding]:
         entries, maker = entries[local], maker[local]
         first = table.first[OpKind.FORWARD] if direction.receive is OpKind.RECV_FORWARD else table.first_backward
         user, feeder = first[entries], first[maker]
-        for place in np.flatnonzero(user < feeder).tolist():
-            ends = int(user[place]), int(feeder[place])
+        for index in np.flatnonzero(user < feeder).tolist():
+            ends = int(user[index]), int(feeder[index])
             early, late = (graph.ops[op_id] for op_id in ends)
             yield LOCAL_ORDER.finding(
                 f"{subject.coords_text(int(graph.rank[ends[0]]))} runs {early} before {late}, whose result it reads",
@@ -438,9 +438,9 @@ def _misplaced(graph: OpGraph, has_parts: BoolColumn) -> IntColumn:
     begins = np.diff(parent, prepend=NONE) != 0
     ends = np.append(begins[1:], True)
     wrong = (begins | ends) & ~is_part
-    before, here = rows[:-1], rows[1:]
-    together = (graph.kind[before] == graph.kind[here]) & np.isin(graph.kind[here], _TOGETHER)
-    together &= (graph.axis[before] == _EP) & (graph.axis[here] == _EP)
+    before, after = rows[:-1], rows[1:]
+    together = (graph.kind[before] == graph.kind[after]) & np.isin(graph.kind[after], _TOGETHER)
+    together &= (graph.axis[before] == _EP) & (graph.axis[after] == _EP)
     follows = ~begins[1:]
     wrong[1:] |= follows & (is_part[1:] == is_part[:-1]) & ~together
     apart = np.zeros(len(rows), dtype=bool)  # a PART between two that are issued together

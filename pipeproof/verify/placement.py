@@ -141,14 +141,14 @@ def _check_layer_numbers(subject: Subject) -> Iterator[Finding]:
     computed: dict[int, str] = {}
     in_order = sorted(facts.layer_numbers, key=lambda layer: (layer.stage, layer.place))
     for right, layer in enumerate(in_order):
-        here = f"layer {layer.place} of stage {layer.stage}"
+        layer_text = f"layer {layer.place} of stage {layer.stage}"
         if layer.number != right:
             other = f", as {computed[layer.number]} does" if layer.number in computed else ""
             yield LAYER_NUMBERS.finding(
-                f"{here} computes as layer {layer.number} of the model{other}; by its place it is layer {right}",
+                f"{layer_text} computes as layer {layer.number} of the model{other}; by its place it is layer {right}",
                 help="add the number of layers on all stages before it",
             )
-        computed.setdefault(layer.number, here)
+        computed.setdefault(layer.number, layer_text)
     if len(facts.layer_numbers) != facts.num_layers:
         yield LAYER_NUMBERS.finding(
             f"the stages hold {len(facts.layer_numbers)} layers, and the model has {facts.num_layers}",

@@ -87,11 +87,11 @@ def gathers_of_receives(graph: OpGraph) -> IntColumn:
     result = np.full(graph.num_ops, NONE, dtype=np.int64)
     receives, gathers = np.flatnonzero(graph.is_kind(DATA_RECEIVES)), np.flatnonzero(graph.is_kind(GATHER_KINDS))
     keys = _tensor_keys(graph, np.concatenate([receives, gathers]))
-    known, first = np.unique(keys[len(receives) :], return_index=True)
-    if len(known):
+    sorted_keys, first = np.unique(keys[len(receives) :], return_index=True)
+    if len(sorted_keys):
         expected = keys[: len(receives)]
-        place = np.minimum(np.searchsorted(known, expected), len(known) - 1)
-        result[receives] = np.where(known[place] == expected, gathers[first[place]], NONE)
+        index = np.minimum(np.searchsorted(sorted_keys, expected), len(sorted_keys) - 1)
+        result[receives] = np.where(sorted_keys[index] == expected, gathers[first[index]], NONE)
     return result
 
 
@@ -226,12 +226,12 @@ def _places_in_group(graph: OpGraph, calls: IntColumn) -> IntColumn:
     used = [int(g) for g in np.unique(group) if g != NONE]
     if not used:
         return group
-    members = [(g, rank, place) for g in used for place, rank in enumerate(graph.groups[g].ranks)]
+    members = [(g, rank, position) for g in used for position, rank in enumerate(graph.groups[g].ranks)]
     table = np.array(sorted(members), dtype=np.int64)
     key = packed(np.append(group, table[:, 0]), np.append(graph.rank[calls], table[:, 1]))
-    known, expected = key[len(calls) :], key[: len(calls)]
-    found = np.minimum(np.searchsorted(known, expected), len(known) - 1)
-    return np.where(known[found] == expected, table[found, 2], NONE)
+    sorted_keys, expected = key[len(calls) :], key[: len(calls)]
+    index = np.minimum(np.searchsorted(sorted_keys, expected), len(sorted_keys) - 1)
+    return np.where(sorted_keys[index] == expected, table[index, 2], NONE)
 
 
 _FACTOR = np.int64(-7046029254386353131)  # 2^64 / golden ratio, as a signed number: Fibonacci hashing
@@ -262,13 +262,13 @@ def _code_runs(codes: IntColumn, offsets: IntColumn) -> IntColumn:
     begins, lengths = offsets[:-1], np.diff(offsets)
     if not len(begins):
         return begins
-    place = np.arange(len(codes)) - np.repeat(begins, lengths)
+    position = np.arange(len(codes)) - np.repeat(begins, lengths)
     with np.errstate(over="ignore"):
-        key = _mixed(np.add.reduceat(_mixed(_mixed(np.zeros_like(codes), place), codes), begins), lengths)
-    _, first, found = np.unique(key, return_index=True, return_inverse=True)
-    same = np.repeat(begins[first[found]], lengths) + place
-    if np.array_equal(lengths[first[found]], lengths) and np.array_equal(codes[same], codes):
-        return found
+        key = _mixed(np.add.reduceat(_mixed(_mixed(np.zeros_like(codes), position), codes), begins), lengths)
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    same = np.repeat(begins[first[inverse]], lengths) + position
+    if np.array_equal(lengths[first[inverse]], lengths) and np.array_equal(codes[same], codes):
+        return inverse
     runs = [tuple(codes[a:b].tolist()) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
     number = {run: i for i, run in enumerate(dict.fromkeys(runs))}
     return np.array([number[run] for run in runs], dtype=np.int64)

@@ -69,27 +69,27 @@ ALL_RULES = Selection()
 """Leaves nothing out: only then can a certificate come of a check."""
 
 
-def parse_codes(texts: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
+def parse_codes(texts: Iterable[str], rule_codes: Sequence[str]) -> tuple[str, ...]:
     """The beginnings of codes that comma-separated lists such as ``PP401,3xx`` name.
 
     Raises:
-        ValueError: an entry is no code, or no code of ``known`` has this prefix; the message names similar codes.
+        ValueError: an entry is no code, or no code of ``rule_codes`` has this prefix; the message names similar codes.
     """
-    return tuple(_beginning(part.strip(), known) for text in texts for part in text.split(","))
+    return tuple(_beginning(part.strip(), rule_codes) for text in texts for part in text.split(","))
 
 
-def _beginning(text: str, known: Sequence[str]) -> str:
+def _beginning(text: str, rule_codes: Sequence[str]) -> str:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no code; examples: PP401, PP40, 4xx")
     digits = next(group for group in match.groups() if group is not None)
     beginning = f"PP{digits}"
-    if any(code.startswith(beginning) for code in known):
+    if any(code.startswith(beginning) for code in rule_codes):
         return beginning
-    family = [code for code in known if code.startswith(beginning[:3])]
+    family = [code for code in rule_codes if code.startswith(beginning[:3])]
     if family:
         raise ValueError(f"`check` has no rule {text!r}; in that family are {listed(family, 'and')}")
-    families = sorted({f"{code[2]}xx" for code in known})
+    families = sorted({f"{code[2]}xx" for code in rule_codes})
     raise ValueError(f"`check` has no rule {text!r}; its families are {listed(families, 'and')}")
 
 
@@ -153,38 +153,38 @@ def suppress(
     about: list[Finding] = []
     for index, entry in enumerate(entries):
         code, doc = entry.code, docs.get(entry.code)
-        place = subject.locate("suppress", index, "code")
-        selected = [found for found in kept if found.code == code and found.severity is not Severity.ERROR]
+        origin = subject.locate("suppress", index, "code")
+        selected = [finding for finding in kept if finding.code == code and finding.severity is not Severity.ERROR]
         if selected:  # also of a rule whose findings are errors elsewhere: its document has the worst case
-            suppressed += [Suppressed(found, entry.reason, place) for found in selected]
-            kept = [found for found in kept if found.code != code or found.severity is Severity.ERROR]
+            suppressed += [Suppressed(finding, entry.reason, origin) for finding in selected]
+            kept = [finding for finding in kept if finding.code != code or finding.severity is Severity.ERROR]
         elif doc is None or doc.severity == Severity.ERROR:
-            about.append(_impossible(code, doc, docs, place))
+            about.append(_impossible(code, doc, docs, origin))
         elif code in run:
-            about.append(_unused(code, kept, suppressed, place))
+            about.append(_unused(code, kept, suppressed, origin))
     return (*kept, *(f for f in about if f.code in run)), tuple(suppressed)
 
 
-def _impossible(code: str, doc: RuleDoc | None, docs: Mapping[str, RuleDoc], place: Location | None) -> Finding:
+def _impossible(code: str, doc: RuleDoc | None, docs: Mapping[str, RuleDoc], origin: Location | None) -> Finding:
     if doc is not None:
         return IMPOSSIBLE.finding(
             f"{code} ({doc.title}) is an error, and errors cannot be suppressed",
-            location=place,
+            location=origin,
             help="fix the plan and remove the entry; `pipeproof run --unsafe` runs a plan that has errors",
         )
-    possible = [known for known, doc in docs.items() if doc.severity != Severity.ERROR]
+    possible = [other for other, doc in docs.items() if doc.severity != Severity.ERROR]
     return IMPOSSIBLE.finding(
         f"no rule of `check` has the code {code}",
-        location=place,
+        location=origin,
         help=f"what can be suppressed: {listed(sorted(possible))}",
     )
 
 
-def _unused(code: str, kept: Sequence[Finding], suppressed: Sequence[Suppressed], place: Location | None) -> Finding:
+def _unused(code: str, kept: Sequence[Finding], suppressed: Sequence[Suppressed], origin: Location | None) -> Finding:
     if any(f.code == code for f in kept):
         message = f"{code} is suppressed, but here it is an error, and errors cannot be suppressed"
     elif any(s.finding.code == code for s in suppressed):
         message = f"{code} is suppressed, but an entry before this one has suppressed all of it"
     else:
         message = f"{code} is suppressed, but nothing with this code was found"
-    return UNUSED.finding(message, location=place, help="remove the entry")
+    return UNUSED.finding(message, location=origin, help="remove the entry")

@@ -84,8 +84,8 @@ class ComputeTable:
         if not len(keys):
             return np.full(len(rank), NONE, dtype=np.int64)
         expected = np.where(inside, (rank * num_stages + stage) * num_work_items + work_item, NONE)
-        place = np.minimum(np.searchsorted(keys, expected), len(keys) - 1)
-        return np.where(keys[place] == expected, place, NONE)
+        index = np.minimum(np.searchsorted(keys, expected), len(keys) - 1)
+        return np.where(keys[index] == expected, index, NONE)
 
     @cached_property
     def _index(self) -> tuple[int, int, IntColumn]:

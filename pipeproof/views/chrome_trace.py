@@ -137,9 +137,9 @@ def _arrows(slices: Slices, threads: _Threads) -> Iterator[tuple[_Key, _Event]]:
 
 
 def _counters(slices: Slices, curves: Sequence[Curve]) -> Iterator[tuple[_Key, _Event]]:
-    for place, curve in enumerate(curves):
+    for index, curve in enumerate(curves):
         for rank, steps in enumerate(curve.ranks):
             for time, value in steps:
                 at = slices.nanoseconds(time)
                 event = {"name": curve.name, "ph": "C", "pid": rank, "ts": at / 1000, "args": {curve.unit: value}}
-                yield (at, _COUNTER, rank, place, 0, 0, 0), _written(event)
+                yield (at, _COUNTER, rank, index, 0, 0, 0), _written(event)

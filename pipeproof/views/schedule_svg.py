@@ -66,7 +66,7 @@ def timed_of(timeline: Timeline) -> Timed:
     """The computations of the pipeline ranks of one replica, for a picture; times in microseconds."""
     ranks = [
         rank for rank, coords in enumerate(timeline.ranks)
-        if not any(place for axis, place in coords.items() if axis != "pp")
+        if not any(coord for axis, coord in coords.items() if axis != "pp")
     ]  # fmt: skip
     rows = [[span for span, _ in timeline.compute_spans(rank)] for rank in ranks]
     return Timed(
@@ -132,9 +132,9 @@ def _blocks(timed: Timed, rank: int) -> Iterator[_Block]:
     """Computations of a rank; two with the same times overlap, since a rank does one thing at a time."""
     program = timed.programs[rank]
     times = list(zip(timed.starts[rank], timed.ends[rank], strict=True))
-    for place, (op, (start, end)) in enumerate(zip(program, times, strict=True)):
-        with_before = place > 0 and times[place - 1] == (start, end) and start < end
-        with_next = place + 1 < len(program) and times[place + 1] == (start, end) and start < end
+    for index, (op, (start, end)) in enumerate(zip(program, times, strict=True)):
+        with_before = index > 0 and times[index - 1] == (start, end) and start < end
+        with_next = index + 1 < len(program) and times[index + 1] == (start, end) and start < end
         yield _Block(op, start, end, int(with_before), 2 if with_before or with_next else 1)
 
 

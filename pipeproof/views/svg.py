@@ -30,7 +30,7 @@ COLLECTIVE, IDLE = "#b03a9b", "#eef0f3"
 
 def channels(colour: str) -> tuple[int, int, int]:
     """Red, green and blue of ``#rrggbb``, each from 0 to 255."""
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    red, green, blue = (int(colour[offset : offset + 2], 16) for offset in (1, 3, 5))
     return red, green, blue
 
 

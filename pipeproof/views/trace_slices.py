@@ -64,17 +64,17 @@ class Slices:
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
         """The queues of each rank in order: the compute queue, then the channels by their labels."""
-        found = {(span.rank, span.queue != COMPUTE_QUEUE, span.queue) for span in self.timeline.spans}
-        return tuple((rank, queue) for rank, _, queue in sorted(found))
+        keys = {(span.rank, span.queue != COMPUTE_QUEUE, span.queue) for span in self.timeline.spans}
+        return tuple((rank, queue) for rank, _, queue in sorted(keys))
 
     @cached_property
     def rank_names(self) -> tuple[str, ...]:
         """``rank 3 (pp 1, tp 1)``, with the axes on which ranks differ."""
         ranks = self.timeline.ranks
-        used = {axis for coords in ranks for axis, place in coords.items() if place > 0}
+        used = {axis for coords in ranks for axis, coord in coords.items() if coord > 0}
         names = []
         for rank, coords in enumerate(ranks):
-            where = ", ".join(f"{axis} {place}" for axis, place in coords.items() if axis in used)
+            where = ", ".join(f"{axis} {coord}" for axis, coord in coords.items() if axis in used)
             names.append(f"rank {rank} ({where})" if where else f"rank {rank}")
         return tuple(names)
 
@@ -96,10 +96,10 @@ class Slices:
     def messages(self) -> tuple[tuple[Span, Span], ...]:
         """(send, receive) of each message, by step."""
         transfers = {(span.step, span.op_id): span for span in self.timeline.spans if span.queue != COMPUTE_QUEUE}
-        found = []
+        pairs = []
         for step in sorted({step for step, _ in transfers}):
             for send_id, recv_id in self.timeline.matches:
                 send, recv = transfers.get((step, send_id)), transfers.get((step, recv_id))
                 if send is not None and recv is not None:
-                    found.append((send, recv))
-        return tuple(found)
+                    pairs.append((send, recv))
+        return tuple(pairs)

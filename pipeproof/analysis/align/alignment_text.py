@@ -16,34 +16,34 @@ from pipeproof.analysis.align.record_format import Recorded
 from pipeproof.analysis.align.training_logs import Observed
 
 
-def render_alignment(found: Alignment, console: Console) -> None:
+def render_alignment(alignment: Alignment, console: Console) -> None:
     """Print the counts, the first difference of each kind, and the verdict."""
-    for line in _lines(found):
+    for line in _lines(alignment):
         console.print(line, markup=False, soft_wrap=True)
-    asked = _asked(found)
-    if found.equal and found.tolerance.rounding:
-        console.print(f"[bold green]equal[/]{' within rounding' if _num_rounding(found) else ': bit for bit'}")
-    elif found.equal:
+    asked = _asked(alignment)
+    if alignment.equal and alignment.tolerance.rounding:
+        console.print(f"[bold green]equal[/]{' within rounding' if _num_rounding(alignment) else ': bit for bit'}")
+    elif alignment.equal:
         console.print(f"[bold green]equal[/]{asked}")
     else:
         console.print(f"[bold red]different[/]{asked}")
 
 
-def _num_rounding(found: Alignment) -> int:
-    return 0 if found.tensors is None else found.tensors.num_rounding
+def _num_rounding(alignment: Alignment) -> int:
+    return 0 if alignment.tensors is None else alignment.tensors.num_rounding
 
 
-def _asked(found: Alignment) -> str:
-    if found.tolerance.rounding:
+def _asked(alignment: Alignment) -> str:
+    if alignment.tolerance.rounding:
         return " by more than rounding"
-    if found.tolerance.bitwise:
-        exact = "in every printed digit" if found.losses.by_value else "bit for bit"
-        return f": {exact}" if found.equal else ""
-    return f" within {found.tolerance.ulps} ulps or {found.tolerance.relative:g} of the largest element"
+    if alignment.tolerance.bitwise:
+        exact = "in every printed digit" if alignment.losses.by_value else "bit for bit"
+        return f": {exact}" if alignment.equal else ""
+    return f" within {alignment.tolerance.ulps} ulps or {alignment.tolerance.relative:g} of the largest element"
 
 
-def _lines(found: Alignment) -> Iterator[str]:
-    losses = found.losses
+def _lines(alignment: Alignment) -> Iterator[str]:
+    losses = alignment.losses
     counts = [_count("main", losses.main)]
     if losses.mtp.steps:
         counts.append(_count("mtp", losses.mtp))
@@ -56,9 +56,9 @@ def _lines(found: Alignment) -> Iterator[str]:
     for side, number, example in zip("AB", losses.unpaired, losses.examples, strict=True):
         if example is not None:
             yield f"{number} losses of {side} have no partner, such as {_where(example)}"
-    if found.tensors is not None:
-        yield from _tensors(found.tensors)
-    yield from (f"note: {note}" for note in found.notes)
+    if alignment.tensors is not None:
+        yield from _tensors(alignment.tensors)
+    yield from (f"note: {note}" for note in alignment.notes)
 
 
 def _count(name: str, matches: Matches) -> str:
@@ -77,8 +77,8 @@ def _shown(observed: Observed) -> str:
 
 def _where(observed: Observed) -> str:
     rank = "" if observed.rank is None else f", rank {observed.rank}"
-    place = "" if observed.micro_batch is None else f", micro-batch {observed.micro_batch}"
-    return f"step {observed.step}, {observed.loss}{rank}{place} ({observed.what})"
+    batch_text = "" if observed.micro_batch is None else f", micro-batch {observed.micro_batch}"
+    return f"step {observed.step}, {observed.loss}{rank}{batch_text} ({observed.what})"
 
 
 def _tensors(tensors: TensorAlignment) -> Iterator[str]:
@@ -104,8 +104,8 @@ def _tensors(tensors: TensorAlignment) -> Iterator[str]:
         digest = f"{'' if is_fast(one.md5) else 'md5 '}{one.md5} " if one.md5 else ""
         yield f"  {side} {digest}norm {one.norm:.9g}"
     if first.ulps is not None:
-        place = "" if first.place is None else f", farthest at {list(first.place)}"
-        yield f"  {_far(first.ulps, first.relative)}{place}"
+        index_text = "" if first.place is None else f", farthest at {list(first.place)}"
+        yield f"  {_far(first.ulps, first.relative)}{index_text}"
     if first.bound is not None:
         yield f"  the bound of rounding is relative {first.bound:.3g}"
     if first.how:
@@ -147,22 +147,22 @@ def _far(ulps: int | None, relative: float | None) -> str:
     return f"{'not in' if ulps == FAR else ulps} ulps, relative {relative:.3g}"
 
 
-def alignment_to_json(found: Alignment) -> dict[str, Any]:
+def alignment_to_json(alignment: Alignment) -> dict[str, Any]:
     """The form of ``align --format json``; see ``docs/schemas/align.schema.json``."""
-    losses, tensors = found.losses, found.tensors
+    losses, tensors = alignment.losses, alignment.tensors
     return {
-        "equal": found.equal,
+        "equal": alignment.equal,
         "asked": {
-            "ulps": found.tolerance.ulps,
-            "relative": found.tolerance.relative,
-            "rounding": found.tolerance.rounding,
+            "ulps": alignment.tolerance.ulps,
+            "relative": alignment.tolerance.relative,
+            "rounding": alignment.tolerance.rounding,
         },
         "main": _matches_json(losses.main),
         "mtp": _matches_json(losses.mtp) if losses.mtp.steps else None,
         "routers": _matches_json(losses.routers) if losses.routers.steps else None,
         "unpaired_losses": {"a": losses.unpaired[0], "b": losses.unpaired[1]},
         "tensors": None if tensors is None else _tensors_json(tensors),
-        "notes": list(found.notes),
+        "notes": list(alignment.notes),
     }
 
 

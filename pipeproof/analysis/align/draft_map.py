@@ -71,7 +71,7 @@ def _with_patterns(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
                 if match is not None
             )  # type: ignore[assignment]
         by_pattern.setdefault(pattern, []).append(pair)
-    for pattern, found in by_pattern.items():
-        for pair in [pattern] if len(found) > 1 else found:
+    for pattern, group in by_pattern.items():
+        for pair in [pattern] if len(group) > 1 else group:
             if pair[0] != pair[1]:
                 yield f"{pair[0]} -> {pair[1]}"

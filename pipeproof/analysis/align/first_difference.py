@@ -57,11 +57,11 @@ def giver(tensor: Recorded, layers: Sequence[str]) -> str | None:
         tensor: what a layer takes, at its border.
         layers: all layers of the record, in the order of the forward direction.
     """
-    place, is_module = layers.index(tensor.layer), tensor.layer.startswith(_MODULE)
+    position, is_module = layers.index(tensor.layer), tensor.layer.startswith(_MODULE)
     if tensor.direction == "backward":
-        after = layers[place + 1] if place + 1 < len(layers) else None
+        after = layers[position + 1] if position + 1 < len(layers) else None
         return None if after is None or is_module or after.startswith(_MODULE) else after
-    before = [layer for layer in layers[:place] if is_module or not layer.startswith(_MODULE)]
+    before = [layer for layer in layers[:position] if is_module or not layer.startswith(_MODULE)]
     return before[-1] if before else None
 
 
@@ -81,11 +81,11 @@ def placed(cause: Cause, first: Recorded, before: Recorded | None, layers: Seque
     )
 
 
-def _is_of_one_layer(taken: Recorded, given: Recorded) -> bool:
-    if taken.parameter or given.parameter:
+def _is_of_one_layer(taken: Recorded, output_tensor: Recorded) -> bool:
+    if taken.parameter or output_tensor.parameter:
         return False
-    return (taken.layer, taken.direction, taken.micro_batch, taken.piece, taken.side, given.side) == (
-        given.layer, given.direction, given.micro_batch, given.piece, "input", "output",
+    return (taken.layer, taken.direction, taken.micro_batch, taken.piece, taken.side, output_tensor.side) == (
+        output_tensor.layer, output_tensor.direction, output_tensor.micro_batch, output_tensor.piece, "input", "output",
     )  # fmt: skip
 
 
@@ -209,32 +209,32 @@ class TensorComparison:
             AlignmentError: a file of values cannot be read.
             AoaError: a statement of the map does not fit.
         """
-        found = self.found
+        alignment = self.found
         paired = self._map.paired(a, b, lambda t: self._layers or bool(t.parameter))
-        found.num_on_purpose += paired.on_purpose
+        alignment.num_on_purpose += paired.on_purpose
         for lacking, side in ((paired.only_a, "A"), (paired.only_b, "B")):
             if lacking:
-                found.example = found.example or f"step {a.step}, {lacking[0].title}: only {side} has it"
-        found.only_a += len(paired.only_a)
-        found.only_b += len(paired.only_b)
+                alignment.example = alignment.example or f"step {a.step}, {lacking[0].title}: only {side} has it"
+        alignment.only_a += len(paired.only_a)
+        alignment.only_b += len(paired.only_b)
         surroundings = Surroundings(paired.pairs, a, b)
         checked = [self._checked(pair, surroundings) for pair in paired.pairs]
         differing = [each for each in checked if self._differs(each)]
-        if differing and found.first is None:
-            located, found.before = self._located(differing[0], checked, surroundings)
-            found.first = _by_optimizer(located) if located.b.layer in self._trained else located
+        if differing and alignment.first is None:
+            located, alignment.before = self._located(differing[0], checked, surroundings)
+            alignment.first = _by_optimizer(located) if located.b.layer in self._trained else located
         self._trained = {each.pair[1].recorded.layer for each in checked if each.pair[1].recorded.parameter}
-        found.num_compared += len(checked)
-        found.num_differing += len(differing)
-        found.num_rounding += sum(each.verdict is Verdict.ROUNDING for each in checked)
-        for each in checked if found.first_step in (None, a.step) else ():
-            found.first_step, tensor = a.step, each.pair[1].recorded
-            names = found.with_equal_bits if each.verdict is Verdict.EQUAL_BITS else found.with_other_bits
+        alignment.num_compared += len(checked)
+        alignment.num_differing += len(differing)
+        alignment.num_rounding += sum(each.verdict is Verdict.ROUNDING for each in checked)
+        for each in checked if alignment.first_step in (None, a.step) else ():
+            alignment.first_step, tensor = a.step, each.pair[1].recorded
+            names = alignment.with_equal_bits if each.verdict is Verdict.EQUAL_BITS else alignment.with_other_bits
             names.setdefault(tensor.kind, None)
         if differing:
-            if not found.differing_steps:
-                found.num_in_first_step, found.compared_in_first_step = len(differing), len(checked)
-            found.differing_steps += 1
+            if not alignment.differing_steps:
+                alignment.num_in_first_step, alignment.compared_in_first_step = len(differing), len(checked)
+            alignment.differing_steps += 1
 
     def _differs(self, checked: CheckedPair) -> bool:
         return checked.verdict > (Verdict.ROUNDING if self._tolerance.rounding else Verdict.ALLOWED)
@@ -250,11 +250,11 @@ class TensorComparison:
             return CheckedPair(pair, self._by_norms(a, b))
         if x.others or y.others:
             return CheckedPair(pair, Verdict.DIFFERENT)
-        found = distance(
+        deviation = distance(
             x.whole, y.whole, a.dtype, self._noise,
             lambda: surroundings.cancellation(b, y.whole) if a.parameter else 1.0,
         )  # fmt: skip
-        ulps, relative, bound = found.ulps, found.relative, found.bound
+        ulps, relative, bound = deviation.ulps, deviation.relative, deviation.bound
         if ulps == 0 and (not a.md5 or not b.md5 or is_fast(a.md5) != is_fast(b.md5)):
             return CheckedPair(pair, Verdict.EQUAL_BITS)
         if not self._tolerance.bitwise and self._tolerance.allows(ulps, relative):
@@ -302,12 +302,12 @@ class TensorComparison:
         common = [each.pair[0].recorded for each in checked]
         layers = list(dict.fromkeys(a.layer for a in common if a.direction == "forward"))
         if mine.side == "input" and mine.layer in layers:
-            given = {
+            outputs = {
                 (a.layer, a.direction, a.micro_batch, a.piece): a
                 for a in common
                 if not a.parameter and a.side == "output"
             }
-            source = given.get((giver(mine, layers) or "", mine.direction, mine.micro_batch, mine.piece))
+            source = outputs.get((giver(mine, layers) or "", mine.direction, mine.micro_batch, mine.piece))
         if not mine.parameter:
             of_layer = [(a.parameter, is_equal[a.key]) for a in common if a.parameter and a.layer == mine.layer]
             equal, different = (tuple(name for name, is_equal in of_layer if is_equal is one) for one in (True, False))

@@ -71,14 +71,14 @@ def guess(
     if have_same_bits(x, y):
         return Cause(Family.UNKNOWN, "all elements are equal, and the digests differ: not the record's values")
     for cause in (_layout, _scale, _order, _foreign, _dropout, _cast, _normalized):
-        found = cause(x, y)
-        if found is not None:
-            return found
+        likely_cause = cause(x, y)
+        if likely_cause is not None:
+            return likely_cause
     if around is not None:
         for cause_around in (_lost_addend, _rotary, _residual):
-            found = cause_around(x, y, recorded_b, around)
-            if found is not None:
-                return found
+            likely_cause = cause_around(x, y, recorded_b, around)
+            if likely_cause is not None:
+                return likely_cause
     same = np.count_nonzero(ulps_between(x, y) == 0)
     norms = f"norms {norm_of(x):.6g} and {norm_of(y):.6g}"
     disagreement = _disagreement(recorded_a, "A") or _disagreement(recorded_b, "B")
@@ -134,7 +134,7 @@ def _layout(x: Array, y: Array) -> Cause | None:
     for dim in range(x.ndim):
         order = _permutation(np.moveaxis(x, dim, 0), np.moveaxis(y, dim, 0))
         if order is not None:
-            first = next(place for place, source in enumerate(order) if place != source)
+            first = next(position for position, source in enumerate(order) if position != source)
             return Cause(
                 Family.LAYOUT,
                 f"{evidence}: whole slices along dim {dim}, such as A's {first} which is B's {order[first]}",
@@ -170,10 +170,10 @@ def _equal_rows(x: Array, y: Array) -> str:
 def _permutation(x: Array, y: Array) -> list[int] | None:
     """For each slice of ``x`` which slice of ``y`` it is, if each is one."""
     places: dict[bytes, list[int]] = {}
-    for place in reversed(range(len(y))):
-        places.setdefault(np.ascontiguousarray(y[place]).tobytes(), []).append(place)
+    for row in reversed(range(len(y))):
+        places.setdefault(np.ascontiguousarray(y[row]).tobytes(), []).append(row)
     slices = [np.ascontiguousarray(piece).tobytes() for piece in x]
-    if Counter(slices) != Counter({piece: len(found) for piece, found in places.items()}):
+    if Counter(slices) != Counter({piece: len(rows) for piece, rows in places.items()}):
         return None
     return [places[piece].pop() for piece in slices]
 
@@ -212,10 +212,10 @@ def _rational(ratio: float, shape: Sequence[int]) -> Fraction | None:
         return None
     small = Fraction(ratio).limit_denominator(_LARGEST_TERM)
     counts = [Fraction(n) for n in _counts(shape) if n > _LARGEST_TERM]
-    known = [each for count in counts for each in (count, 1 / count)]
+    candidates = [each for count in counts for each in (count, 1 / count)]
     if small != 0 and abs(small.numerator) <= _LARGEST_TERM:
-        known.append(small)
-    return min(known, key=lambda each: abs(float(each) / ratio - 1.0), default=None)
+        candidates.append(small)
+    return min(candidates, key=lambda each: abs(float(each) / ratio - 1.0), default=None)
 
 
 def _of_mean(factor: Fraction, shape: Sequence[int]) -> str:

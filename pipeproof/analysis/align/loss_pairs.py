@@ -136,7 +136,7 @@ def align_losses(a: Iterable[Observed], b: Iterable[Observed], tolerance: Tolera
     Raises:
         AlignmentError: a stream cannot be read on.
     """
-    found = LossAlignment()
+    alignment = LossAlignment()
     waiting: tuple[dict[Key, Observed], dict[Key, Observed]] = ({}, {})
     for pair in zip_longest(a, b):
         for side, observed in enumerate(pair):
@@ -145,17 +145,17 @@ def align_losses(a: Iterable[Observed], b: Iterable[Observed], tolerance: Tolera
             partner = waiting[1 - side].pop(observed.key, None)
             if partner is None:
                 if (replaced := waiting[side].pop(observed.key, None)) is not None:
-                    found.miss(side, replaced)
+                    alignment.miss(side, replaced)
                 waiting[side][observed.key] = observed
             else:
                 first, second = (observed, partner) if side == 0 else (partner, observed)
-                found.put(first, second, tolerance, "float32")
+                alignment.put(first, second, tolerance, "float32")
             if len(waiting[side]) > WINDOW:
-                found.miss(side, waiting[side].pop(next(iter(waiting[side]))))
+                alignment.miss(side, waiting[side].pop(next(iter(waiting[side]))))
     for side, left in enumerate(waiting):
         for observed in left.values():
-            found.miss(side, observed)
-    return found
+            alignment.miss(side, observed)
+    return alignment
 
 
 def _factor(a: Observed, b: Observed) -> Fraction | None:

@@ -62,8 +62,8 @@ def _parts(path: Path, form: LogForm) -> Iterator[Iterator[Observed]]:
 
 def _by_step(part: Sequence[Observed], what: str, factor: Fraction) -> Iterator[tuple[int, float]]:
     ordered = sorted((one for one in part if one.what == what), key=lambda one: one.step)
-    for step, found in groupby(ordered, lambda one: one.step):
-        losses = [_value(one) * float(factor) for one in found]
+    for step, group in groupby(ordered, lambda one: one.step):
+        losses = [_value(one) * float(factor) for one in group]
         yield step, sum(losses) / len(losses)
 
 

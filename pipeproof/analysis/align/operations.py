@@ -98,7 +98,7 @@ class Surroundings:
 
         Empty where a record does not have them all.
         """
-        found = []
+        pairs = []
         for micro_batch in range(10**6):
             read = Recorded(weight.step, weight.layer, (), "", "", 0.0, (), "forward", "input", micro_batch)
             taken = replace(read, direction="backward")
@@ -107,8 +107,8 @@ class Surroundings:
             values = [self._by_key[key][1].values() for key in (read.key, taken.key)]
             if values[0] is None or values[1] is None:
                 return []
-            found.append(tuple(v.whole.reshape(-1, v.whole.shape[-1]) for v in values if v is not None))
-        return [(x, g) for x, g in found if x.shape[0] == g.shape[0]]
+            pairs.append(tuple(v.whole.reshape(-1, v.whole.shape[-1]) for v in values if v is not None))
+        return [(x, g) for x, g in pairs if x.shape[0] == g.shape[0]]
 
     def parts(self, weight: Recorded, *, sizes: bool = False) -> list[Array]:
         """By micro-batch the addend of a linear layer's weight or bias in float64; ``sizes``: of absolute values."""

@@ -71,8 +71,8 @@ _RANK_FILE = re.compile(r"record\.rank(\d+)\.jsonl")
 
 def rank_files(directory: Path) -> dict[int, Path]:
     """Files of a program's record by rank."""
-    found = ((_RANK_FILE.fullmatch(each.name), each) for each in directory.glob("record.rank*.jsonl"))
-    return dict(sorted((int(match[1]), each) for match, each in found if match is not None))
+    matches = ((_RANK_FILE.fullmatch(each.name), each) for each in directory.glob("record.rank*.jsonl"))
+    return dict(sorted((int(match[1]), each) for match, each in matches if match is not None))
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -313,11 +313,11 @@ def _step(content: dict[str, Any], tensors: tuple[Recorded, ...]) -> RecordedSte
     step = RecordedStep(int(content["step"]), loss, md5, tensors, others)
     math.copysign(1.0, float(loss or "0"))  # a number, or a ValueError
     counted = (content["tensors"], content["gradients"])
-    found = (sum(not t.parameter for t in tensors), sum(bool(t.parameter) for t in tensors))
+    actual = (sum(not t.parameter for t in tensors), sum(bool(t.parameter) for t in tensors))
     _require(
-        counted == found,
+        counted == actual,
         f"the end of step {step.step} counts {counted[0]} tensors and {counted[1]} gradients, before it are "
-        f"{found[0]} and {found[1]}",
+        f"{actual[0]} and {actual[1]}",
     )
     _require(all(t.step == step.step for t in tensors), f"lines of another step precede the end of {step.step}")
     _require(len({one.name for one in others}) == len(others), f"step {step.step} names another loss twice")

@@ -61,10 +61,10 @@ def read_map(path: Path) -> MapFile:
         tree = parse_text(read_utf8(str(path), _MAX_BYTES, "map"), str(path))
     except UnreadableTextError as error:
         raise AoaError(UNREADABLE.finding(error.message, error.location, fix)) from None
-    found = read_model(tree, MapFile, "a map", lambda message, at: UNREADABLE.finding(message, at, fix))
-    if isinstance(found, list):
-        raise AoaError(*found)
-    return found
+    map_file = read_model(tree, MapFile, "a map", lambda message, at: UNREADABLE.finding(message, at, fix))
+    if isinstance(map_file, list):
+        raise AoaError(*map_file)
+    return map_file
 
 
 @dataclass(slots=True)
@@ -79,9 +79,9 @@ class Side:
 
     def values(self) -> Values | None:
         """The tensor itself, None where it was not kept; it is read at the first call."""
-        found = self.load()
-        self.load = lambda: found
-        return found
+        loaded = self.load()
+        self.load = lambda: loaded
+        return loaded
 
 
 Pair: TypeAlias = tuple[Side, Side]
@@ -393,13 +393,13 @@ _LOCAL_MEGATRON = {
 """Megatron-Core's norms in its local layers, and in Transformer Engine's, of which the convention has the names."""
 
 
-def convention_statements(a: Record, b: Record, names: tuple[str, str], known: Mapping[str, Any]) -> Iterator[str]:
-    """Statements between two conventions for the model that records show, with ``known`` keys of a plan's model.
+def convention_statements(a: Record, b: Record, names: tuple[str, str], declared: Mapping[str, Any]) -> Iterator[str]:
+    """Statements between two conventions for the model that records show, with ``declared`` keys of a plan's model.
 
     Raises:
         AlignmentError: the records do not show the model, or a convention does not have it.
     """
-    model = _model_of(a, b, known)
+    model = _model_of(a, b, declared)
     local = [
         (f"{mine}.{kind}", f"{theirs}{kind}") for kind in ("weight", "bias") for mine, theirs in _LOCAL_MEGATRON.items()
     ]
@@ -413,11 +413,11 @@ def convention_statements(a: Record, b: Record, names: tuple[str, str], known: M
         yield from (f"{theirs} -> {mine}" for mine, theirs in local)
 
 
-def _model_of(a: Record, b: Record, known: Mapping[str, Any]) -> ModelSpec:
+def _model_of(a: Record, b: Record, declared: Mapping[str, Any]) -> ModelSpec:
     """The GPT whose gradients record A has, by its names and shapes."""
     step = next(a.steps(), None)
     shapes = {t.parameter: t.shape for t in step.tensors if t.parameter} if step is not None else {}
-    found: dict[str, Any] = {"kind": "gpt", "seq_length": 1} | dict(b.header.model) | dict(a.header.model)
+    settings: dict[str, Any] = {"kind": "gpt", "seq_length": 1} | dict(b.header.model) | dict(a.header.model)
 
     def shape(*patterns: str) -> tuple[int, ...] | None:
         names = (name for pattern in patterns for name in shapes if re.search(pattern, name))
@@ -427,19 +427,19 @@ def _model_of(a: Record, b: Record, known: Mapping[str, Any]) -> ModelSpec:
     numbers = [int(match[1]) for name in shapes if (match := re.search(r"(?:layers?|h)\.(\d+)\.", name))]
     if embedding and down and numbers:
         hidden = embedding[1]
-        found |= {"num_layers": max(numbers) + 1, "hidden_size": hidden, "vocab_size": embedding[0]}
-        found["ffn_size"] = down[0] if down[1] == hidden else down[1]
+        settings |= {"num_layers": max(numbers) + 1, "hidden_size": hidden, "vocab_size": embedding[0]}
+        settings["ffn_size"] = down[0] if down[1] == hidden else down[1]
         fc1 = shape(r"(linear_fc1|up_gate_proj|gate_proj)\.weight$")
-        is_gated = shape(r"gate_proj\.weight$") or (fc1 and max(fc1) == 2 * found["ffn_size"])
-        found["mlp"] = "swiglu" if is_gated else "gelu"
-        found["norm"] = "layer" if shape(r"(norm|ln_\w+)(_|\.)bias$") else "rms"
-        found["positions"] = "learned" if shape(r"position|wpe") else "rotary"
+        is_gated = shape(r"gate_proj\.weight$") or (fc1 and max(fc1) == 2 * settings["ffn_size"])
+        settings["mlp"] = "swiglu" if is_gated else "gelu"
+        settings["norm"] = "layer" if shape(r"(norm|ln_\w+)(_|\.)bias$") else "rms"
+        settings["positions"] = "learned" if shape(r"position|wpe") else "rotary"
         has_biases = shape(r"(down|fc2|down_proj|c_proj)\.bias$"), shape(r"(qkv|q_proj)\.bias$")
-        found["biases"] = "all" if has_biases[0] else "qkv" if has_biases[1] else "none"
-        found["qk_norm"] = bool(shape(r"q_(layer)?norm\.weight$"))
-        found["tied_embedding"] = shape(r"(lm_head|output_layer|head)\.weight$") is None
+        settings["biases"] = "all" if has_biases[0] else "qkv" if has_biases[1] else "none"
+        settings["qk_norm"] = bool(shape(r"q_(layer)?norm\.weight$"))
+        settings["tied_embedding"] = shape(r"(lm_head|output_layer|head)\.weight$") is None
     try:
-        return ModelSpec.model_validate(found | dict(known))
+        return ModelSpec.model_validate(settings | dict(declared))
     except ValidationError as error:
         detail = error.errors()[0]
         raise AlignmentError(

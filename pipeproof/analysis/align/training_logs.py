@@ -86,8 +86,8 @@ def log_parts(path: Path, form: LogForm) -> Iterator[Iterator[Observed]]:
     """
     counts: Counter[tuple[int, str]] = Counter()
     parts = parts_of(path)
-    for place, part in enumerate(parts):
-        following = (one for later in parts[place + 1 : place + 2] for one in read_log(later, form))
+    for position, part in enumerate(parts):
+        following = (one for later in parts[position + 1 : position + 2] for one in read_log(later, form))
         end = next((one.step for one in following if one.what == "loss"), math.inf)
         yield (one for one in read_log(part, form, counts) if one.what != "loss" or one.step < end)
 
@@ -155,8 +155,8 @@ def _line(line: _Line, form: LogForm, counts: Counter[tuple[int, str]]) -> Itera
     for match in _MTP.finditer(line.text):
         rank = line.whole(match["rank"], "rank")
         loss = f"mtp{match['module']}"
-        step, place = divmod(_next(counts, rank, loss), form.micro_batches)
-        yield _observed(line, match, "mtp_loss_path", loss, rank, step, place, form)
+        step, micro_batch = divmod(_next(counts, rank, loss), form.micro_batches)
+        yield _observed(line, match, "mtp_loss_path", loss, rank, step, micro_batch, form)
 
 
 def _trainer(line: _Line, pairs: dict[str, str]) -> Iterator[Observed]:
@@ -171,8 +171,8 @@ def _trainer(line: _Line, pairs: dict[str, str]) -> Iterator[Observed]:
 def _anchor(line: _Line, match: re.Match[str], what: str, form: LogForm, counts: Counter[tuple[int, str]]) -> Observed:
     rank = line.whole(match["rank"], "rank")
     step, rest = divmod(_next(counts, rank, what), form.micro_batches * len(form.order))
-    place, turn = divmod(rest, len(form.order))
-    return _observed(line, match, what, form.order[turn], rank, step, place, form)
+    micro_batch, turn = divmod(rest, len(form.order))
+    return _observed(line, match, what, form.order[turn], rank, step, micro_batch, form)
 
 
 def _next(counts: Counter[tuple[int, str]], rank: int, what: str) -> int:
@@ -181,9 +181,9 @@ def _next(counts: Counter[tuple[int, str]], rank: int, what: str) -> int:
 
 
 def _observed(
-    line: _Line, match: re.Match[str], what: str, loss: str, rank: int, step: int, place: int, form: LogForm
+    line: _Line, match: re.Match[str], what: str, loss: str, rank: int, step: int, micro_batch: int, form: LogForm
 ) -> Observed:
     value = line.number(match["value"]) if "value" in match.re.groupindex else None
     # where one rank was asked for, the other log may have had the loss on another one
     shown = None if rank == form.rank else rank
-    return Observed(step + 1, loss, what, shown, place, value, line.md5(match["md5"]))
+    return Observed(step + 1, loss, what, shown, micro_batch, value, line.md5(match["md5"]))

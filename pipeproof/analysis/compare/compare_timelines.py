@@ -145,7 +145,7 @@ def compare_timelines(a: TimelineFile, b: TimelineFile, step: int | None = None)
         steps=tuple(times),
         pairs=tuple(pairs),
         kinds=tuple(_kinds(pairs)),
-        first_divergence=min(divergences, key=lambda found: found[0])[1] if divergences else None,
+        first_divergence=min(divergences, key=lambda divergence: divergence[0])[1] if divergences else None,
         only_a=dict(only_a),
         only_b=dict(only_b),
     )
@@ -239,13 +239,13 @@ def _divergences(
     queues_a, queues_b = _orders(ops_a), _orders(ops_b)
     for rank, queue in sorted(queues_a.keys() | queues_b.keys()):
         one, other = queues_a.get((rank, queue), []), queues_b.get((rank, queue), [])
-        for place in range(max(len(one), len(other))):
-            op_a = one[place] if place < len(one) else None
-            op_b = other[place] if place < len(other) else None
+        for position in range(max(len(one), len(other))):
+            op_a = one[position] if position < len(one) else None
+            op_b = other[position] if position < len(other) else None
             if op_a is None or op_b is None or op_a.op != op_b.op:
                 at = op_a.start if op_a is not None else one[-1].end if one else Fraction(0)
                 texts = [None if op is None else str(op.op) for op in (op_a, op_b)]
-                yield (at, rank), Divergence(rank, queue, ops_a[0].step, ops_b[0].step, place, *texts)
+                yield (at, rank), Divergence(rank, queue, ops_a[0].step, ops_b[0].step, position, *texts)
                 break
 
 

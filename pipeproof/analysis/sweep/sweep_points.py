@@ -75,11 +75,11 @@ class Sweep:
 def _cost_keys(plan: Mapping[str, Any]) -> frozenset[str]:
     """Keys of ``cost``, or, where it has no times of computations, those of the times of custom layers."""
     cost, model = ({} if not isinstance(plan.get(key), Mapping) else plan[key] for key in ("cost", "model"))
-    given = frozenset(key for key, value in cost.items() if value is not None)
+    keys = frozenset(key for key, value in cost.items() if value is not None)
     layers = model.get("layers")
-    if given.isdisjoint((*TIME_KEYS, "analytic", "profile")) and isinstance(layers, list | tuple) and layers:
-        given |= {key for key in TIME_KEYS if isinstance(layers[0], Mapping) and layers[0].get(key) is not None}
-    return given
+    if keys.isdisjoint((*TIME_KEYS, "analytic", "profile")) and isinstance(layers, list | tuple) and layers:
+        keys |= {key for key in TIME_KEYS if isinstance(layers[0], Mapping) and layers[0].get(key) is not None}
+    return keys
 
 
 def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, Sequence[Any]]) -> Sweep:

@@ -106,9 +106,9 @@ class _Walk:
         self._timed, self._latency = timed, latency
         self._num_stages = 1 + max(op.stage for program in timed.programs for op in program)
         self._made = {
-            (op.kind is OpKind.FORWARD, op.stage, op.micro_batch, op.split): (rank, place)
+            (op.kind is OpKind.FORWARD, op.stage, op.micro_batch, op.split): (rank, position)
             for rank, program in enumerate(timed.programs)
-            for place, op in enumerate(program)
+            for position, op in enumerate(program)
             if op.kind is not OpKind.BACKWARD_WEIGHT
         }
         self.compute: dict[int, Time] = {}
@@ -124,11 +124,11 @@ class _Walk:
         while at is not None:
             at = self._before(*at)
 
-    def _before(self, rank: int, place: int) -> tuple[int, int] | None:
+    def _before(self, rank: int, position: int) -> tuple[int, int] | None:
         """Count a computation, or two that run side by side; where the path comes from, None at its beginning."""
         starts, ends = self._timed.starts[rank], self._timed.ends[rank]
-        start, end = starts[place], ends[place]
-        first = last = place
+        start, end = starts[position], ends[position]
+        first = last = position
         while first and (starts[first - 1], ends[first - 1]) == (start, end):
             first -= 1
         while last + 1 < len(ends) and (starts[last + 1], ends[last + 1]) == (start, end):
@@ -137,11 +137,11 @@ class _Walk:
         self.within[rank] = start, max(end, self.within.get(rank, (0, end))[1])
         free_at = ends[first - 1] if first else 0
         if free_at < start:
-            for source, place in self._sources(rank, first, last):
-                if self._timed.ends[source][place] + self._latency == start:
+            for source, position in self._sources(rank, first, last):
+                if self._timed.ends[source][position] + self._latency == start:
                     if self._latency:
                         _add(self.messages, (source, rank), self._latency)
-                    return source, place
+                    return source, position
             _add(self.held_up, rank, start - free_at)
         return (rank, first - 1) if first else None
 

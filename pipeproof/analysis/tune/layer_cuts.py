@@ -414,9 +414,9 @@ def search_cuts(
         if search.best is None or search.best.step <= NEAR * fastest:
             search.compare_all()
     results = [search.result(name, chunks) for search, name, chunks in begun]
-    found = [result for result in results if isinstance(result, Best)]
+    best_cuts = [result for result in results if isinstance(result, Best)]
     lacking = [result for result in results if isinstance(result, Lacking)]
-    return sorted(found, key=lambda best: (best.step, len(best.sizes), best.kind)), lacking
+    return sorted(best_cuts, key=lambda best: (best.step, len(best.sizes), best.kind)), lacking
 
 
 def numbers_of_stages(sizes: Sequence[int]) -> list[range]:

@@ -64,9 +64,9 @@ class LayerLayouts:
         names = [layer.name for layer in self._layers]
         latency = round(self.spec.cost.p2p_latency_us * 1000)
         layers = Layers(_static_bytes(self.spec, self._layers), names[0] == "embed" and names[-1] == "head", latency)
-        found, lacking = search_cuts(layers, [way], self._num_pp, schedule.num_micro_batches, self._limit)
+        best_cuts, lacking = search_cuts(layers, [way], self._num_pp, schedule.num_micro_batches, self._limit)
         self.removed["no cut fits into the memory"] += len(lacking)
-        for best in found:
+        for best in best_cuts:
             layout = Layout(
                 self._num_pp, best.num_chunks, 1, 1, 1, self.spec.topology.dp, schedule.micro_batch_size,
                 schedule.num_micro_batches, best.kind, None, "/".join(map(str, best.sizes)), "none", "none",
@@ -87,11 +87,11 @@ class LayerLayouts:
         chunks = {"num_chunks": layout.vpp} if layout.vpp > 1 else {}
         data["schedule"] = {"kind": layout.kind, **kept, **chunks}
         data["topology"] = {**self.data.get("topology", {}), "pp": layout.pp}
-        given = {layer["name"]: layer for layer in self.data["model"]["layers"]}
+        by_name = {layer["name"]: layer for layer in self.data["model"]["layers"]}
         layers: list[dict[str, Any]] = []
         stages: list[list[str]] = []
         for number, numbers in enumerate(numbers_of_stages(self._found[layout].sizes)):
-            own = [given[self._layers[n].name] for n in numbers] or [_empty_layer(number, layers[-1])]
+            own = [by_name[self._layers[n].name] for n in numbers] or [_empty_layer(number, layers[-1])]
             layers += own
             stages.append([layer["name"] for layer in own])
         data["model"], data["stages"] = {**self.data["model"], "layers": layers}, stages

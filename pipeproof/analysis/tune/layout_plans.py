@@ -30,7 +30,7 @@ def require_tunable(spec: PlanSpec) -> None:
     if spec.is_custom:
         raise _refused("`model.kind: layers` has no sizes that other layouts could be computed from", "use kind gpt")
     schedule = spec.schedule
-    given = {
+    settings = {
         "model.empty_layers": any(spec.gpt.num_empty),
         "model.hyper_connections": spec.gpt.hyper_connections is not None,
         "boundaries": bool(spec.boundaries),
@@ -38,7 +38,7 @@ def require_tunable(spec: PlanSpec) -> None:
         "schedule.last_micro_batch_size": schedule.last_micro_batch_size is not None,
         "schedule.num_sequence_splits": schedule.num_sequence_splits > 1,
     }
-    for key, is_given in given.items():
+    for key, is_given in settings.items():
         if is_given:
             raise _refused(f"`{key}` is given, and tune does not vary layouts with it", f"remove {key}")
 
@@ -49,28 +49,28 @@ def _refused(message: str, help: str) -> BadPlanError:
 
 def base_data(spec: PlanSpec, framework: Framework, device: str) -> dict[str, Any]:
     """The sections of the given plan that layouts share, with what the framework sets and times of the device."""
-    given = spec.model_dump(mode="json", exclude_unset=True)
-    data = {key: dict(given[key]) for key in _KEPT_SECTIONS if isinstance(given.get(key), Mapping)}
-    if "suppress" in given:
-        data["suppress"] = given["suppress"]
+    declared = spec.model_dump(mode="json", exclude_unset=True)
+    data = {key: dict(declared[key]) for key in _KEPT_SECTIONS if isinstance(declared.get(key), Mapping)}
+    if "suppress" in declared:
+        data["suppress"] = declared["suppress"]
     for name, section in framework.sections.items():
         if name != "schedule":
             data[name] = {**section, **data.get(name, {})}
-    if "gradient_dtype" in data.get("memory", {}) and "main_grad_dtype" not in given.get("run", {}):
-        for key in {"dtype", "main_grad_dtype"} - set(given.get("run", {})):
+    if "gradient_dtype" in data.get("memory", {}) and "main_grad_dtype" not in declared.get("run", {}):
+        for key in {"dtype", "main_grad_dtype"} - set(declared.get("run", {})):
             data["run"].pop(key, None)  # they would replace the types that the plan gives for times and memory
     data["run"] = {**data.get("run", {}), "backend": "paddle" if framework.name == "paddle" else "torch"}
     memory = {key: value for key, value in data.get("memory", {}).items() if key not in _VARIED_MEMORY}
-    analytic = given.get("cost", {}).get("analytic") or {}
+    analytic = declared.get("cost", {}).get("analytic") or {}
     analytic = {"device": analytic} if isinstance(analytic, str) else dict(analytic)
     analytic["device"] = device
     if data["run"].get("dtype", "float32") in ("float32", "float16"):
         analytic.setdefault("dtype", "bfloat16")
-    cost = {key: value for key, value in given.get("cost", {}).items() if key in ("p2p", "network", "recv_slowdown")}
+    cost = {key: value for key, value in declared.get("cost", {}).items() if key in ("p2p", "network", "recv_slowdown")}
     schedule = {**framework.sections.get("schedule", {})}
-    if "reduce_gradients" in given["schedule"]:
-        schedule["reduce_gradients"] = given["schedule"]["reduce_gradients"]
-    of_pairs = {key: value for key, value in given.get("cost", {}).items() if key == "collective_slowdown"}
+    if "reduce_gradients" in declared["schedule"]:
+        schedule["reduce_gradients"] = declared["schedule"]["reduce_gradients"]
+    of_pairs = {key: value for key, value in declared.get("cost", {}).items() if key == "collective_slowdown"}
     cost["analytic"] = analytic
     return {"pipeproof": 1, **data, "memory": memory, "cost": cost, _OF_PAIRS: of_pairs, "schedule": schedule}
 

@@ -210,10 +210,10 @@ class SearchSpace:
         yield from (cut for cut in cuts if self._allows("cut", cut))
 
     def _memory_settings(self, dp: int, ep: int) -> Iterator[tuple[str, str]]:
-        known = self.framework.sharding if ep == 1 else self.framework.sharding_with_experts
+        shardings = self.framework.sharding if ep == 1 else self.framework.sharding_with_experts
         if dp == 1:  # nothing to shard over dp; a framework that always shards with experts has the key all the same
-            known = ("none",) if ep == 1 else known[:1]
-        for recompute, sharding in product(self.framework.recompute, known):
+            shardings = ("none",) if ep == 1 else shardings[:1]
+        for recompute, sharding in product(self.framework.recompute, shardings):
             if self._allows("recompute", recompute) and self._allows("shard_optimizer", sharding):
                 yield recompute, sharding
 

@@ -99,7 +99,7 @@ class PlanLayouts:
 
     def layouts(self) -> Iterator[Layout]:
         """Yield everything to try, the micro-batches of the plan first."""
-        num_ranks, given = self.spec.topology.pp, self.spec.schedule
+        num_ranks, declared = self.spec.topology.pp, self.spec.schedule
         num_forwards = 0
         for num_micro_batches, size in self._batches:
             for schedule in self.framework.schedules:
@@ -107,7 +107,7 @@ class PlanLayouts:
                     continue
                 for vpp in chunk_counts_of(schedule, self._chunk_counts(schedule.kind)):
                     if (
-                        num_micro_batches > given.num_micro_batches
+                        num_micro_batches > declared.num_micro_batches
                         and num_ranks * vpp * num_micro_batches > MAX_FORWARDS
                     ):
                         continue
@@ -143,8 +143,8 @@ class PlanLayouts:
         data["schedule"] = self._schedule(layout)
         if layout.num_stages != self.spec.num_stages:
             data.pop("stages", None)
-        given = self.spec.num_stages, self.spec.schedule.micro_batch_size
-        if (layout.num_stages, layout.mbs) != given and self.spec.cost.analytic is None:
+        declared = self.spec.num_stages, self.spec.schedule.micro_batch_size
+        if (layout.num_stages, layout.mbs) != declared and self.spec.cost.analytic is None:
             data["cost"] = self._cost(data, layout.num_stages, layout.mbs)
         return data
 
@@ -153,24 +153,24 @@ class PlanLayouts:
 
     def notes(self, layouts: Sequence[Layout]) -> Iterator[str]:
         """Sentences about the times of some layouts, and what they need."""
-        given = self.spec.schedule
+        declared = self.spec.schedule
         if self.spec.cost.analytic is None:
             if any(layout.num_stages != self.spec.num_stages for layout in layouts):
                 yield "Costs are per layer: stages of another partition take the times of their layers in this plan."
-            if any((layout.mbs, layout.num_sequence_splits) != (given.micro_batch_size, given.num_sequence_splits)
+            if any((layout.mbs, layout.num_sequence_splits) != (declared.micro_batch_size, declared.num_sequence_splits)
                    for layout in layouts):  # fmt: skip
                 yield "Times are taken to be in proportion to tokens; kernels on small inputs take longer."
         both_ways = [kind for kind in dict.fromkeys(layout.kind for layout in layouts)
-                     if SCHEDULE_KINDS[kind].placement is Placement.BOTH_WAYS and kind != given.kind]  # fmt: skip
+                     if SCHEDULE_KINDS[kind].placement is Placement.BOTH_WAYS and kind != declared.kind]  # fmt: skip
         if both_ways:
             yield f"{' and '.join(both_ways)}: every stage is on two ranks, with its weights on both."
 
     def _schedule(self, layout: Layout) -> dict[str, Any]:
-        given = self.data["schedule"]
-        own = ("variant", "micro_batch_group_size") if layout.kind == given["kind"] else ()
+        declared = self.data["schedule"]
+        own = ("variant", "micro_batch_group_size") if layout.kind == declared["kind"] else ()
         chosen = {
             "kind": layout.kind,
-            **{key: given[key] for key in own if key in given},
+            **{key: declared[key] for key in own if key in declared},
             **({} if layout.variant is None else {"variant": layout.variant}),
             "num_micro_batches": layout.num_micro_batches,
             "micro_batch_size": layout.mbs,
@@ -178,19 +178,19 @@ class PlanLayouts:
             "num_sequence_splits": layout.num_sequence_splits if layout.num_sequence_splits > 1 else None,
             "placement": layout.placement,
             "memory_limit": layout.memory_limit,
-            "overlap": {"none": None, self._given_overlap: given.get("overlap")}.get(layout.overlap, layout.overlap),
+            "overlap": {"none": None, self._given_overlap: declared.get("overlap")}.get(layout.overlap, layout.overlap),
         }
         if layout.overlap != "none" and layout.kind == "interleaved":
             chosen["variant"] = "megatron"  # no other has pairs
-        if "memory_limit" in given and layout.memory_limit is None and self._room is not None:
+        if "memory_limit" in declared and layout.memory_limit is None and self._room is not None:
             chosen["memory_limit"] = max(1, int(self._room // self._largest_activation(layout.vpp, layout.mbs)))
-        kept = {key: value for key, value in given.items() if key not in _CHOSEN}
+        kept = {key: value for key, value in declared.items() if key not in _CHOSEN}
         return {**{key: value for key, value in chosen.items() if value is not None}, **kept}
 
     def _cost(self, data: Mapping[str, Any], num_stages: int, size: int) -> dict[str, Any]:
         """The cost section with the times of other stages, or of other micro-batches."""
         if (num_stages, size) not in self._costs:
-            given = self.spec.cost
+            declared = self.spec.cost
             cost = {key: value for key, value in self.data.get("cost", {}).items() if key not in _TIMES}
             share = Fraction(size, self.spec.schedule.micro_batch_size)
             is_recut = num_stages != self.spec.num_stages
@@ -199,8 +199,8 @@ class PlanLayouts:
                 recut = stage_times(stages, layer_times(self._layers, times)) if is_recut else times
                 scaled = [_written(time * share) for time in recut]
                 cost[name] = scaled if len(set(scaled)) > 1 else scaled[0]
-            if is_recut and isinstance(given.optimizer_us, tuple):  # it depends on the weights alone
-                updates = stage_times(stages, layer_times(self._layers, given.optimizer_us))
+            if is_recut and isinstance(declared.optimizer_us, tuple):  # it depends on the weights alone
+                updates = stage_times(stages, layer_times(self._layers, declared.optimizer_us))
                 cost["optimizer_us"] = [_written(time) for time in updates]
             self._costs[num_stages, size] = cost
         return self._costs[num_stages, size]
@@ -222,22 +222,22 @@ class PlanLayouts:
     def _batches(self) -> list[tuple[int, int]]:
         """Numbers of micro-batches and their sizes that make the same global batch, the given ones first."""
         schedule = self.spec.schedule
-        given = schedule.num_micro_batches, schedule.micro_batch_size
+        declared = schedule.num_micro_batches, schedule.micro_batch_size
         is_fixed = schedule.last_micro_batch_size is not None or schedule.seq_lengths is not None
         is_fixed = is_fixed or self.spec.is_custom  # whose data come in micro-batches as they are
         if is_fixed or any(boundary.shape is not None for boundary in self.spec.boundaries):
-            return [given] if self._allows("mbs", schedule.micro_batch_size) else []
+            return [declared] if self._allows("mbs", schedule.micro_batch_size) else []
         if self.spec.cost.analytic is None and "mbs" not in self.fix:
-            return [given]
-        total = given[0] * given[1]
-        sizes = [size for size in divisors(total) if size != given[1]]
+            return [declared]
+        total = declared[0] * declared[1]
+        sizes = [size for size in divisors(total) if size != declared[1]]
         if "mbs" not in self.fix:
-            nearest = sorted(sizes, key=lambda size: max(size, given[1]) / min(size, given[1]))
+            nearest = sorted(sizes, key=lambda size: max(size, declared[1]) / min(size, declared[1]))
             if nearest[MAX_BATCHES:]:
                 self.removed["a size of micro-batches far from the given one"] += len(nearest[MAX_BATCHES:])
             sizes = sorted(nearest[:MAX_BATCHES])
         others = [(total // size, size) for size in sizes]
-        return [batch for batch in (given, *others) if self._allows("mbs", batch[1])]
+        return [batch for batch in (declared, *others) if self._allows("mbs", batch[1])]
 
     def _chunk_counts(self, kind: str) -> list[int]:
         """Numbers of stages of a rank: those that divide its blocks, and what a schedule needs at least."""
@@ -254,9 +254,9 @@ class PlanLayouts:
         """True if the plan's stages have all layers, and no key describes a single edge between them."""
         if self.spec.is_custom:  # of which nobody knows what each takes
             return False
-        given = sorted(name for names in self._layers for name in names)
-        known = sorted(layer_order(self.spec.gpt))
-        return given == known and all(self._layers) and all(b.edge is None for b in self.spec.boundaries)
+        declared = sorted(name for names in self._layers for name in names)
+        expected = sorted(layer_order(self.spec.gpt))
+        return declared == expected and all(self._layers) and all(b.edge is None for b in self.spec.boundaries)
 
     def _variations(
         self, kind: str, variant: str | None, sizes: tuple[int, int, int], *, overlaps: bool
@@ -327,8 +327,8 @@ class PlanLayouts:
     def _largest_activation(self, vpp: int, size: int) -> int:
         """An activation of the largest stage, in those of a block for one sequence."""
         num_stages = self.spec.topology.pp * vpp
-        given = max(1, *map(num_blocks, self._layers))
-        blocks = given if num_stages == self.spec.num_stages else ceil(self.spec.gpt.num_layers / num_stages)
+        most_blocks = max(1, *map(num_blocks, self._layers))
+        blocks = most_blocks if num_stages == self.spec.num_stages else ceil(self.spec.gpt.num_layers / num_stages)
         return blocks * size
 
     def _allows(self, name: str, value: object) -> bool:

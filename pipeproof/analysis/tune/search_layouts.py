@@ -115,8 +115,8 @@ def tune(
         raise TuneError("workers is the number of our own processes: give it, or an executor")
     choices: DeviceLayouts | PlanLayouts | LayerLayouts
     if plan.spec.has_layer_times:
-        given = {"device": device, "global_batch": global_batch, "framework": framework}
-        for name, value in given.items():
+        options = {"device": device, "global_batch": global_batch, "framework": framework}
+        for name, value in options.items():
             if value not in (None, "any"):
                 raise TuneError(f"leave out `{name}`: the plan has the times of its layers, and its own batch")
         choices = _of_layers(plan, fix, gpus, memory_gib)
@@ -167,11 +167,11 @@ def _of_plan(plan: LoadedPlan, framework: str | None, fix: Mapping[str, Sequence
             raise TuneError(str(error)) from error
 
 
-def _require_known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+def _require_known(what: str, names: Iterable[str], choices: Sequence[str]) -> None:
     for name in names:
-        if name not in known:
-            near = nearest_name(name, known)
-            remedy = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+        if name not in choices:
+            near = nearest_name(name, choices)
+            remedy = f"did you mean {near}?" if near else f"known are {', '.join(choices)}"
             raise TuneError(f"there is no {what} {name}; {remedy}")
 
 

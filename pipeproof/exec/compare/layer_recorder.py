@@ -205,9 +205,9 @@ class LayerRecorder:
         micro_batch = self._running[0][1]
         for tensor in self._tensors.leaves(values):
             layout = self._tensors.layout_of(tensor, module, side)
-            place = (name, "again" if is_again else "forward", side, micro_batch)
-            piece = self._step.pieces[place]
-            self._step.pieces[place] += 1
+            key = (name, "again" if is_again else "forward", side, micro_batch)
+            piece = self._step.pieces[key]
+            self._step.pieces[key] += 1
             passing = self._passing(tensor, name)
             if not is_again:
                 label = _Label(name, "forward", side, micro_batch, piece, layout)
@@ -220,9 +220,9 @@ class LayerRecorder:
 
     def _passing(self, tensor: Any, name: str) -> _Passing:
         """The tensor as it was at its last border, or, new or changed since, as it is."""
-        known, version = self._step.passing.get(id(tensor)), self._tensors.version(tensor)
-        if known is not None and known.ref() is tensor and known.version == version:
-            passing = known
+        cached, version = self._step.passing.get(id(tensor)), self._tensors.version(tensor)
+        if cached is not None and cached.ref() is tensor and cached.version == version:
+            passing = cached
         else:
             passing = _Passing(weakref.ref(tensor), version, self._content(tensor, name), [])
             self._step.passing[id(tensor)] = passing
@@ -241,9 +241,9 @@ class LayerRecorder:
             del passing.labels[: len(labels)]
         content = self._content(gradient, labels[-1].layer)
         for label in reversed(labels):  # readers of the tensor give its gradient before its maker takes it
-            place = label[:-1]
-            again = self._step.pieces[place]
-            self._step.pieces[place] += 1
+            key = label[:-1]
+            again = self._step.pieces[key]
+            self._step.pieces[key] += 1
             line = self._line(label._replace(piece=label.piece + _AGAIN * again), content, gradient)
             self._step.lines.append(line)
             self._step.reached[label.layer] = line.time
@@ -356,11 +356,11 @@ def trained_weights(
 
     ``own`` returns the trained weights of one module.
     """
-    found: dict[int, tuple[str, str, Any, Any]] = {}
+    by_id: dict[int, tuple[str, str, Any, Any]] = {}
     for layer, module in modules.values():
         for key, weight in own(module):
-            found.setdefault(id(weight), (key if layer == WHOLE else f"{layer}.{key}", layer, weight, module))
-    return found
+            by_id.setdefault(id(weight), (key if layer == WHOLE else f"{layer}.{key}", layer, weight, module))
+    return by_id
 
 
 def program_header(framework: str, dtype: str, modules: Mapping[int, tuple[str, Any]], kept: Kept) -> Header:
@@ -378,8 +378,8 @@ def _head_counts(config: Any) -> dict[str, int]:
         "num_heads": ("num_attention_heads", "n_head"),
         "num_kv_heads": ("num_key_value_heads", "num_query_groups"),
     }
-    found = {
+    numbers = {
         key: next((getattr(config, n, None) for n in names if getattr(config, n, None)), None)
         for key, names in keys.items()
     }
-    return {key: int(number) for key, number in found.items() if number} if found["num_heads"] else {}
+    return {key: int(number) for key, number in numbers.items() if number} if numbers["num_heads"] else {}

@@ -378,9 +378,9 @@ class ResultsOnDisk(Sequence[StepResult]):
         """Read a result, or a list of some."""
         if isinstance(index, slice):
             return [self[one] for one in range(len(self))[index]]
-        place = range(len(self))[index]
-        self._file.seek(self._ends[place])
-        content = self._file.read(self._ends[place + 1] - self._ends[place])
+        position = range(len(self))[index]
+        self._file.seek(self._ends[position])
+        content = self._file.read(self._ends[position + 1] - self._ends[position])
         result = pickle.loads(content)  # noqa: S301 - only this object can write into the file
         assert isinstance(result, StepResult)
         return result

@@ -210,17 +210,17 @@ def measured_timeline(subject: Subject, logs: Mapping[int, Sequence[LogEntry]]) 
     origin = min((entry.start_ns for entries in logs.values() for entry in entries), default=0)
     spans = []
     for rank, entries in sorted(logs.items()):
-        found = [
+        logged_ops = [
             (op_id, e) for op_id, e in zip(op_ids_of(graph, rank, entries), entries, strict=True) if op_id is not None
         ]
         ends: dict[tuple[int, int], int] = {}
-        for op_id, e in found:
+        for op_id, e in logged_ops:
             if graph.ops[op_id].kind in PART_KINDS:
                 computation = e.step, int(graph.parent[op_id])
                 ends[computation] = max(e.end_ns, ends.get(computation, 0))
         spans += [
             Span(rank, e.queue, i, e.op, e.start_ns - origin, ends.get((e.step, i), e.end_ns) - origin, e.step)
-            for i, e in found
+            for i, e in logged_ops
         ]
     return Timeline(
         tuple(spans),

@@ -93,8 +93,8 @@ def remove_left_directories(parent: Path) -> None:
 
 def _remove_if_left(directory: Path) -> None:
     with contextlib.suppress(OSError, *MALFORMED):  # not ours, or being made
-        found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or (sys.platform != "win32" and found.st_uid != os.getuid()):
+        status = directory.lstat()
+        if not stat.S_ISDIR(status.st_mode) or (sys.platform != "win32" and status.st_uid != os.getuid()):
             return
         content = decode_json(read_foreign(directory / _PROCESS))
         process = ProcessId(int(content["pid"]), str(content["started"]))

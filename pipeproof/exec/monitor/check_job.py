@@ -196,7 +196,7 @@ def _mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], F
     happened to any part: their positions are certain only at the end of a ring. Where the first collective that differs
     has left the rings, the digests show since when.
     """
-    found: list[Disagreement] = [
+    mismatches: list[Disagreement] = [
         disagreement
         for disagreement in disagreements(analysis.matches)
         if _is_certain(disagreement)
@@ -208,13 +208,13 @@ def _mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], F
     earlier = [
         each
         for each in divergences((rank.rank, rank.ring.header.digests) for rank in analysis.job.ranks)
-        if not any(_has(analysis, each, disagreement) for disagreement in found)
+        if not any(_has(analysis, each, disagreement) for disagreement in mismatches)
     ]
     if earlier:
         return _digests_differ(analysis, earlier[0])
-    if not found:
+    if not mismatches:
         return None
-    first = min(found, key=lambda each: min(analysis.op(entry).issued_ns for entry in each.entries))
+    first = min(mismatches, key=lambda each: min(analysis.op(entry).issued_ns for entry in each.entries))
     forms = {entry.rank: (entry.op, entry.num_elements, entry.dtypes) for entry in first.entries}
     ranks = minority(forms) or _unusual(analysis, first.entries) or tuple(sorted(forms))
     if len(ranks) > 1:

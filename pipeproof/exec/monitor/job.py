@@ -273,16 +273,16 @@ def _with_ends(rings: tuple[Ring, ...]) -> tuple[Ring, ...]:
 
 def process_states(headers: Sequence[RingHeader]) -> list[ProcessState]:
     """Return the state of each rank's process."""
-    here = socket.gethostname(), boot_id()
+    own_host = socket.gethostname(), boot_id()
     last_ns = max((header.heartbeat_ns for header in headers), default=0)
     states = []
     for header in headers:
         noted = _noted_end(header)
         if noted is not None:
             states.append(noted)
-        elif (header.host, header.boot_id) == here and ProcessId(header.pid, header.process_start).is_alive:
+        elif (header.host, header.boot_id) == own_host and ProcessId(header.pid, header.process_start).is_alive:
             states.append(ProcessState.STOPPED if is_stopped(header.pid) else ProcessState.RUNNING)
-        elif (header.host, header.boot_id) == here:
+        elif (header.host, header.boot_id) == own_host:
             states.append(ProcessState.GONE)
         else:
             is_late = last_ns - header.heartbeat_ns > _LATE_HEARTBEAT_S * 1e9

@@ -52,6 +52,6 @@ class _WatchedCalls(PaddleCalls):
     def _call(
         self, method: str, on_stream: bool, function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if all(known.process_group is not group for known in _GroupManager.group_map_by_id.values()):
+        if all(paddle_group.process_group is not group for paddle_group in _GroupManager.group_map_by_id.values()):
             return function(group, *args, **kwargs)
         return super()._call(method, on_stream, function, group, *args, **kwargs)

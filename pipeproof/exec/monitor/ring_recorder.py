@@ -279,10 +279,10 @@ class RingRecorder(CallSink):
         return tuple(lines)
 
     def _in_library(self, frame: FrameType) -> bool:
-        known = self._is_library.get(frame.f_code)
-        if known is None:
-            known = self._is_library[frame.f_code] = is_library(frame)
-        return known
+        cached = self._is_library.get(frame.f_code)
+        if cached is None:
+            cached = self._is_library[frame.f_code] = is_library(frame)
+        return cached
 
     def _position(self) -> int:
         """Offset of ``file:line`` of the innermost frame outside of libraries."""

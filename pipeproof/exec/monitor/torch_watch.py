@@ -94,10 +94,10 @@ class _WatchedCalls(TorchCalls):
     def _call(self, method: str, function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
         ring = self._ring
         try:
-            known = self._known.get(group)
-            if known is None:
-                known = self._known[group] = self._group_of(group), dist.get_process_group_ranks(group)
-            seq = self._record(method, *known, [*args, *kwargs.values()] if kwargs else args)
+            cached = self._known.get(group)
+            if cached is None:
+                cached = self._known[group] = self._group_of(group), dist.get_process_group_ranks(group)
+            seq = self._record(method, *cached, [*args, *kwargs.values()] if kwargs else args)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # of an unknown release
             ring.unread(method, error)
             return function(group, *args, **kwargs)

@@ -90,15 +90,15 @@ def ask_for_causes(job: JobNow, causes: Sequence[int]) -> RankStacks:
 
 def _pid_here(job: JobNow, rank: int) -> int | None:
     own_host = socket.gethostname(), boot_id()
-    here = [each for each in job.ranks if (each.ring.header.host, each.ring.header.boot_id) == own_host]
-    now = next((each for each in here if each.rank == rank), None)
+    local_ranks = [each for each in job.ranks if (each.ring.header.host, each.ring.header.boot_id) == own_host]
+    now = next((each for each in local_ranks if each.rank == rank), None)
     if now is not None:
         header = now.ring.header
         is_running = now.state is ProcessState.RUNNING and ProcessId(header.pid, header.process_start).is_alive
         return header.pid if is_running else None
     if rank in job.by_rank:
         return None
-    for other in here:
+    for other in local_ranks:
         for pid in siblings(other.ring.header.pid):
             environment = environment_of(pid)
             if any(environment.get(name) == str(rank) for name in _RANK_VARIABLES):

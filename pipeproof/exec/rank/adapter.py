@@ -278,13 +278,13 @@ class RankAdapter:
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
         """Return the collectives along a mesh axis; along ``pp`` those of the holders of a stage's weight."""
         self.transfers.drain()
-        found = self._used_over.get((axis, stage, weight))
-        if found is None:
+        cached = self._used_over.get((axis, stage, weight))
+        if cached is None:
             num_ranks = self._plan.mesh.size(axis)
             indices = self._plan.shared_weights.places(stage, weight) if axis == "pp" else range(num_ranks)
             ranks = tuple(self._plan.mesh.rank({**self._coords, axis: index}) for index in indices)
-            found = self._used_over[axis, stage, weight] = self._collectives[axis, ranks]
-        return found
+            cached = self._used_over[axis, stage, weight] = self._collectives[axis, ranks]
+        return cached
 
     def _take_turns(self, pair: OverlappedPair) -> None:
         framework = cast(ThreadedFramework, self._framework)  # executor_support refuses the others

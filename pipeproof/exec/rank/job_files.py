@@ -245,11 +245,11 @@ def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
     content = loaded.spec.model_dump(mode="json")
     if loaded.spec.schedule.path is not None:
         content["schedule"]["path"] = str(schedule_path(loaded).resolve())
-    here = from_here(loaded).spec
-    if here.cost.profile is not None:
-        content["cost"]["profile"] = str(Path(str(here.cost.profile)).resolve())
-    if here.model.moe is not None and here.model.moe.hash_tables is not None:
-        content["model"]["moe"]["hash_tables"]["path"] = str(Path(here.model.moe.hash_tables.path).resolve())
+    local_spec = from_here(loaded).spec
+    if local_spec.cost.profile is not None:
+        content["cost"]["profile"] = str(Path(str(local_spec.cost.profile)).resolve())
+    if local_spec.model.moe is not None and local_spec.model.moe.hash_tables is not None:
+        content["model"]["moe"]["hash_tables"]["path"] = str(Path(local_spec.model.moe.hash_tables.path).resolve())
     return content
 
 

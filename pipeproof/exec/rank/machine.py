@@ -125,28 +125,28 @@ class RankMachine:
         )
 
     def _advance(self) -> list[Instruction]:
-        found = self._from.get(self._cursor)
-        if found is None:
-            found = self._from[self._cursor] = self._instructions_from(self._cursor)
-        self._cursor += len(found)
-        if found and not found[-1].is_transfer:
-            self._awaited = found[-1].op_id
-        return found
+        instructions = self._from.get(self._cursor)
+        if instructions is None:
+            instructions = self._from[self._cursor] = self._instructions_from(self._cursor)
+        self._cursor += len(instructions)
+        if instructions and not instructions[-1].is_transfer:
+            self._awaited = instructions[-1].op_id
+        return instructions
 
     def _instructions_from(self, position: int) -> list[Instruction]:
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         for op_id in self._program[position:]:
-            found.append(Instruction.of(self._graph, op_id))
-            if not found[-1].is_transfer:
+            instructions.append(Instruction.of(self._graph, op_id))
+            if not instructions[-1].is_transfer:
                 break
-        return found
+        return instructions
 
     def _handed_out(self) -> list[Instruction]:
         """The instructions of this step until now, in order."""
-        found: list[Instruction] = []
-        while len(found) < self._cursor and self._step >= 0:
-            found += self._from[len(found)]
-        return found
+        handed_out: list[Instruction] = []
+        while len(handed_out) < self._cursor and self._step >= 0:
+            handed_out += self._from[len(handed_out)]
+        return handed_out
 
     def _waited(self) -> set[int]:
         """Transfers whose wait has finished in this step; ``NONE`` for a wait that has none."""

@@ -210,9 +210,11 @@ class PairTurns:
         try:
             self._take_turns(forward)
         except Exception as error:
-            place = pair.rows[self._at].text if self._at < len(pair.rows) else "its end"
+            row_text = pair.rows[self._at].text if self._at < len(pair.rows) else "its end"
             texts = " and ".join(text for _, text in pair.containers)
-            error.add_note(f"{texts} take turns; the turn is {self._text(self._owner)}'s, and the pair is at {place}")
+            error.add_note(
+                f"{texts} take turns; the turn is {self._text(self._owner)}'s, and the pair is at {row_text}"
+            )
             raise
         finally:
             self._helper.close()
@@ -320,8 +322,10 @@ class PairTurns:
             self._pass_turn(self._owner)
             row = self._next()
         if row is None or row.owner != self._owner or (row.op.kind, row.op.axis) != (call.kind, call.axis):
-            found = "nothing more" if row is None else row.text
-            raise ProtocolError(f"{self._text(self._owner)} issues {call.kind}:{call.axis}, and the graph has {found}")
+            expected = "nothing more" if row is None else row.text
+            raise ProtocolError(
+                f"{self._text(self._owner)} issues {call.kind}:{call.axis}, and the graph has {expected}"
+            )
         host.enter(row.op_id)
         collectives = host.collectives_over(call.axis, row.op.stage, call.weight)
         self._at += 1

@@ -54,10 +54,10 @@ class PipelineFailures:
                 self._agreement.fail(self._text)
         self._abort()
 
-    def elsewhere(self, error: Exception, place: str = "") -> str:
+    def elsewhere(self, error: Exception, activity: str = "") -> str:
         """After a transfer has ended with an error: the failure that another rank reported, or this one's own.
 
-        ``place`` is what this rank was doing: the operation, and the peer that it waits for.
+        ``activity`` is what this rank was doing: the operation, and the peer that it waits for.
         """
         reported = self._reported()
         if reported is not None:
@@ -65,9 +65,9 @@ class PipelineFailures:
             return reported
         text = _ADVICE.sub("", str(error).partition("\n")[0])
         if is_of_peer(error):
-            text = f"its communication ended while it {place}; the peer's process has probably ended ({text})"
-        elif place:
-            text = f"{type(error).__name__} while it {place}: {text}"
+            text = f"its communication ended while it {activity}; the peer's process has probably ended ({text})"
+        elif activity:
+            text = f"{type(error).__name__} while it {activity}: {text}"
         self.fail(text)
         return str(self._text)
 
@@ -93,8 +93,8 @@ class PipelineFailures:
             text = self.elsewhere(error, watch.state())
             raise PipelineError.reported(text) from (error if self.is_own and not is_of_peer(error) else None)
         except BaseException as error:
-            place = watch.state(with_line=False)
-            self.fail(f"{type(error).__name__} {f'({error}) ' if str(error) else ''}while it {place}")
+            activity = watch.state(with_line=False)
+            self.fail(f"{type(error).__name__} {f'({error}) ' if str(error) else ''}while it {activity}")
             raise
         finally:
             watch.leave()

@@ -221,8 +221,8 @@ class RankTransfers:
             buffer = self._arrays.empty(message.shape, message.dtype)
         else:
             buffer = self._send_slots.take(op_id, (channel, message.is_forward), message.shape, message.dtype)
-        for part, place in zip(message.parts, self._places(message, buffer), strict=True):
-            self._arrays.copy_into(place, tensors.outgoing(part.index, forward=message.is_forward).detach())
+        for part, view in zip(message.parts, self._places(message, buffer), strict=True):
+            self._arrays.copy_into(view, tensors.outgoing(part.index, forward=message.is_forward).detach())
             if op_id in self._last_sends:
                 del tensors.input_grad[part.index]
         return buffer
@@ -371,12 +371,12 @@ class RankTransfers:
             ProtocolError: an invariant is violated.
         """
         ready = {op_id for batch in self._ready.values() for op_id, *_ in batch}
-        known = [op_id for ids in (self._posted, ready, self._freed) for op_id in ids]
-        if len(known) > len(set(known)):
-            raise ProtocolError(f"a transfer is in two states: {self._texts(known)}")
-        if forgotten := set(known) - under_way - due:
+        transfer_ids = [op_id for ids in (self._posted, ready, self._freed) for op_id in ids]
+        if len(transfer_ids) > len(set(transfer_ids)):
+            raise ProtocolError(f"a transfer is in two states: {self._texts(transfer_ids)}")
+        if forgotten := set(transfer_ids) - under_way - due:
             raise ProtocolError(f"posted, although the wait for it is finished: {self._texts(forgotten)}")
-        if missing := under_way - set(known):
+        if missing := under_way - set(transfer_ids):
             raise ProtocolError(f"under way, but not posted: {self._texts(missing)}")
         for slot, op_ids in self._slots_in_use().items():
             if len(op_ids) > 1:

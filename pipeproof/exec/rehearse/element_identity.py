@@ -148,17 +148,17 @@ def found_ranges(
 
     ``others`` are the tensors to search where elements differ, the most likely ones first.
     """
-    found: list[FoundRange] = []
+    origins: list[FoundRange] = []
     for part in expected:
         assert part.source is not None
         arrived = elements(content[part.start * dtype_bytes(dtype) : part.stop * dtype_bytes(dtype)], dtype)
         stop = part.source_start + part.stop - part.start
         sent = elements(part.source.content(part.source_start, stop, dtype), dtype)
         if len(arrived) == len(sent) and np.array_equal(arrived, sent):
-            found.append(part)
+            origins.append(part)
         else:
-            found += _Search(arrived, sent, part, dtype, [part.source, *others()]).ranges()
-    return tuple(found)
+            origins += _Search(arrived, sent, part, dtype, [part.source, *others()]).ranges()
+    return tuple(origins)
 
 
 class _Search:
@@ -176,17 +176,17 @@ class _Search:
     def ranges(self) -> list[FoundRange]:
         wrong = np.flatnonzero(self._arrived != self._sent)
         size = len(self._sent)
-        found: list[FoundRange] = []
+        origins: list[FoundRange] = []
         start = 0
         while start < size:
             next_wrong = int(wrong[np.searchsorted(wrong, start)]) if start <= int(wrong[-1]) else size
             if next_wrong > start:
                 source_start = self._expected.source_start + start
-                found.append(self._range(start, next_wrong, self._expected.source, source_start))
+                origins.append(self._range(start, next_wrong, self._expected.source, source_start))
             if next_wrong < size:
-                found.append(self._identify(next_wrong))
-            start = found[-1].stop - self._expected.start
-        return _joined(found)
+                origins.append(self._identify(next_wrong))
+            start = origins[-1].stop - self._expected.start
+        return _joined(origins)
 
     def _range(
         self, start: int, stop: int, source: Source | None, source_start: int = 0, *, zero: bool = False

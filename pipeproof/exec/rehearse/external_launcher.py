@@ -294,8 +294,8 @@ def _concluded(agreement: Agreement, own: Any, hosts: Sequence[Host], report: Re
     agreement.publish(f"found/{agreement.rank}", own)
     if agreement.rank:
         return ExitStatus(agreement.read("status", "rank 0 has no report"))
-    found = [agreement.read(f"found/{rank}", f"rank {rank} has no results") for rank in range(agreement.num_ranks)]
-    result = merged_rehearsal(report, [_PART.validate_python(part) for part in found], hosts)
+    parts = [agreement.read(f"found/{rank}", f"rank {rank} has no results") for rank in range(agreement.num_ranks)]
+    result = merged_rehearsal(report, [_PART.validate_python(part) for part in parts], hosts)
     agreement.publish("status", int(ExitStatus.OK if result.passed else ExitStatus.FAILED))
     return result
 

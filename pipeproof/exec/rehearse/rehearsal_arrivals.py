@@ -253,11 +253,11 @@ class Arrivals:
     ) -> tuple[FoundRange, ...]:
         assert expected[0].source is not None
         nearest = expected[0].source
-        found = found_ranges(content, dtype, expected, lambda: self._others(nearest))
+        origins = found_ranges(content, dtype, expected, lambda: self._others(nearest))
         self.checked.elements += expected[-1].stop
-        if fact := difference(expected, found):
+        if fact := difference(expected, origins):
             self.add_fault(op_id, where, when + fact)
-        return found
+        return origins
 
     def _reader(self, op_id: int) -> Reader:
         return int(self.graph.stage[op_id]), int(self.graph.work_item[op_id]), self.graph.ops[op_id].is_forward
@@ -285,9 +285,9 @@ class Arrivals:
         return sorted(sources, key=lambda s: [a != b for a, b in zip(s.key[::-1], nearest.key[::-1], strict=True)])
 
 
-def difference(expected: Sequence[FoundRange], found: Sequence[FoundRange]) -> str | None:
+def difference(expected: Sequence[FoundRange], origins: Sequence[FoundRange]) -> str | None:
     """Text on the first range that is not the expected one; None if there is none."""
-    for part in found:
+    for part in origins:
         planned = next(e for e in expected if e.start <= part.start < e.stop)
         offset = part.start - planned.start
         if part.source != planned.source or part.source_start != planned.source_start + offset:

@@ -239,8 +239,8 @@ class RehearsalCollectives:
                 expected.append(FoundRange(position, position + length, source, start))
             position += length
         self._count(position)
-        found = found_ranges(content, call.dtype, expected, lambda: self._inputs.nearby(call))
-        if fact := difference(expected, found):
+        origins = found_ranges(content, call.dtype, expected, lambda: self._inputs.nearby(call))
+        if fact := difference(expected, origins):
             self._add_fault(call, fact)
         return RehearsalTensor((position,), call.dtype)
 
@@ -249,19 +249,19 @@ class RehearsalCollectives:
         self._count(len(total))
         if np.array_equal(encoded(total, call.dtype), content):
             return
-        expected, found = total.astype(np.float64), decoded(content, call.dtype)
+        expected, actual = total.astype(np.float64), decoded(content, call.dtype)
         ranks = list(self.ranks)
-        if len(found) != len(expected):
-            self._add_fault(call, f"the result has {len(found)} elements instead of {len(expected)}")
+        if len(actual) != len(expected):
+            self._add_fault(call, f"the result has {len(actual)} elements instead of {len(expected)}")
             return
-        missing = [rank for rank, part in zip(ranks, parts, strict=True) if np.array_equal(expected - part, found)]
-        wrong = np.flatnonzero(expected != found)
+        missing = [rank for rank, part in zip(ranks, parts, strict=True) if np.array_equal(expected - part, actual)]
+        wrong = np.flatnonzero(expected != actual)
         first, stop = int(wrong[0]), int(wrong[-1]) + 1
         why = f"; the input of rank {missing[0]} is missing" if missing and reduction == "sum" else ""
         self._add_fault(
             call,
             f"elements {first}..{stop} are not the {reduction} over ranks {ranks}: element {first} is "
-            f"{found[first]:g} instead of {expected[first]:g}{why}",
+            f"{actual[first]:g} instead of {expected[first]:g}{why}",
         )
 
     def _count(self, num_elements: int) -> None:

@@ -243,8 +243,8 @@ def value_of(sources: tuple[Source[_T], ...], environment: _Environment) -> _T |
             try:
                 return source.read(*texts)
             except ValueError as error:
-                given = " and ".join(f"{name}={text}" for name, text in zip(source.names, texts, strict=True))
-                raise ValueError(f"{given}: {error}") from error
+                assignments = " and ".join(f"{name}={text}" for name, text in zip(source.names, texts, strict=True))
+                raise ValueError(f"{assignments}: {error}") from error
     return None
 
 
@@ -325,8 +325,8 @@ def _read(row: LauncherRow, environment: _Environment) -> LaunchedRank:
     for sources, value, relation, limiting, limit in limits:
         if value > limit or (value == limit and relation == "below"):
             names = (*_names(sources, environment), *_names(limiting, environment))
-            given = " and ".join(f"{name}={environment[name]}" for name in names)
-            raise ValueError(f"{given} contradict each other: {value} is not {relation} {limit}")
+            assignments = " and ".join(f"{name}={environment[name]}" for name in names)
+            raise ValueError(f"{assignments} contradict each other: {value} is not {relation} {limit}")
     host = value_of(row.host, environment)
     return LaunchedRank(
         row,

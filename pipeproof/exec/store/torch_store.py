@@ -121,9 +121,9 @@ def process_store() -> TorchStore:
 
 def _listening(host: str, port: int, *, has_other_hosts: bool) -> socket.socket:
     """A socket that listens at the address; PyTorch alone would listen at all addresses of the host."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     is_unreachable = has_other_hosts and is_loopback_name(host)
-    addresses = [] if is_unreachable else [(family, address) for family, _, _, _, address in found]
+    addresses = [] if is_unreachable else [(family, address) for family, _, _, _, address in address_infos]
     for family, address in [*addresses, (socket.AF_INET, ("", port))]:
         end = socket.socket(family, socket.SOCK_STREAM)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

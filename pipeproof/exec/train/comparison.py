@@ -43,13 +43,13 @@ def gradient_difference(
     from pipeproof.analysis.align.read_record import Values
     from pipeproof.analysis.align.record_format import Recorded
 
-    found = distance(*arrays, dtype, noise or 0.0, lambda: cancellation or 1.0)
-    bound = 0.0 if noise is None and cancellation is None else found.bound
-    if found.relative <= bound:
-        return GradientDifference(name, stage, found.relative, bound)
+    deviation = distance(*arrays, dtype, noise or 0.0, lambda: cancellation or 1.0)
+    bound = 0.0 if noise is None and cancellation is None else deviation.bound
+    if deviation.relative <= bound:
+        return GradientDifference(name, stage, deviation.relative, bound)
     recorded = Recorded(0, "", arrays[0].shape, dtype, "", 0.0, (), parameter=name)
     cause = guess(Values(arrays[0], {}), Values(arrays[1], {}), recorded, recorded)
-    return GradientDifference(name, stage, found.relative, bound, f"{cause.family}: {cause.evidence}")
+    return GradientDifference(name, stage, deviation.relative, bound, f"{cause.family}: {cause.evidence}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,12 +109,12 @@ def ways_measured(
     measure: Callable[[Sample, RunWay], tuple[LayerCost, str]],
     agreement: Agreement,
     progress: Callable[[str], None],
-    known: Mapping[RunWay, Sequence[LayerCost]],
+    prior_costs: Mapping[RunWay, Sequence[LayerCost]],
 ) -> tuple[dict[RunWay, list[LayerCost]], dict[RunWay, str]]:
     """The costs of all layers in each way with what a stage takes in addition at the end, or why a way is not possible.
 
     ``measure`` returns the cost of a sample, and why it does not run in this way. Each rank measures a part of the
-    samples. Embedding and head recompute nothing: their costs are ``known``.
+    samples. Embedding and head recompute nothing: their costs are ``prior_costs``.
 
     Raises:
         PipelineError: a layer raised, on every rank.
@@ -147,8 +147,10 @@ def ways_measured(
         if reason:
             refused[way] = f"layer {samples[number].first}: {reason}"
     possible = [way for way in ways if way not in refused]
-    found = {way: _of_layers(of, samples, costs[way], known.get(way._replace(recomputes=False))) for way in possible}
-    return found, refused
+    by_way = {
+        way: _of_layers(of, samples, costs[way], prior_costs.get(way._replace(recomputes=False))) for way in possible
+    }
+    return by_way, refused
 
 
 def _shares(
@@ -191,7 +193,10 @@ def host_times(one_round: Callable[[Callable[[], None]], None]) -> list[int]:
 
 
 def _of_layers(
-    of: Sequence[int], samples: Sequence[Sample], costs: Mapping[int, LayerCost], known: Sequence[LayerCost] | None
+    of: Sequence[int],
+    samples: Sequence[Sample],
+    costs: Mapping[int, LayerCost],
+    prior_costs: Sequence[LayerCost] | None,
 ) -> list[LayerCost]:
     each_stage, growth = LayerCost(), dict[int, int]()
     pair = len(samples) - 1
@@ -202,7 +207,7 @@ def _of_layers(
         above = costs[pair].backward_peak - max(first.backward_peak, first.kept + second.backward_peak)
         growth = {of[layer]: max(0, above) for layer in samples[pair].layers}
     layers = [
-        known[layer] if known is not None and number not in costs
+        prior_costs[layer] if prior_costs is not None and number not in costs
         else replace(_without(costs[number], each_stage), growth=growth.get(number, 0))
         for layer, number in enumerate(of)
     ]  # fmt: skip

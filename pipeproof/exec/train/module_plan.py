@@ -122,8 +122,8 @@ class Request:
         schedule = content.setdefault("schedule", dict(self.schedule))
         if self.num_micro_batches is not None:
             schedule.setdefault("num_micro_batches", self.num_micro_batches)
-            given = schedule["num_micro_batches"]
-            self._agree("schedule.num_micro_batches", given, self.num_micro_batches, "the script asks for that many")
+            declared = schedule["num_micro_batches"]
+            self._agree("schedule.num_micro_batches", declared, self.num_micro_batches, "the script asks for that many")
         if "num_micro_batches" not in schedule:
             raise PipelineError("give Pipeline a plan, or num_micro_batches")
         if not {"placement", "num_chunks"} & schedule.keys():
@@ -188,9 +188,9 @@ def require_no_times(content: Mapping[str, Any]) -> None:
     Raises:
         PipelineError: ``cost`` has some.
     """
-    given = [name for name in (*TIME_KEYS, "analytic", "profile") if content.get("cost", {}).get(name) is not None]
-    if given:
-        raise PipelineError(f"the plan has cost.{given[0]}, and profile=True measures it: leave out one of the two")
+    declared = [name for name in (*TIME_KEYS, "analytic", "profile") if content.get("cost", {}).get(name) is not None]
+    if declared:
+        raise PipelineError(f"the plan has cost.{declared[0]}, and profile=True measures it: leave out one of the two")
 
 
 def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]]:
@@ -369,10 +369,10 @@ def num_stages_of(
         return len({number for own in section["placement"] for number in own})
     if section.get("programs"):
         numbers = [re.match(r"\d+", str(op)) for program in section["programs"] for op in program]
-        return 1 + max((int(found.group()) for found in numbers if found), default=0)
-    given = section.get("num_chunks") or num_chunks
-    if given:
-        return num_ranks * int(given)
+        return 1 + max((int(op_match.group()) for op_match in numbers if op_match), default=0)
+    chunks = section.get("num_chunks") or num_chunks
+    if chunks:
+        return num_ranks * int(chunks)
     if section.get("kind") == "file":
         raise PipelineError("give num_virtual_pipeline_stages: the stages of each rank by the file of the schedule")
     kind = SCHEDULE_KINDS.get(str(section.get("kind")))

@@ -50,8 +50,8 @@ def leaves_of(value: Any, what: str, tensor_type: type[Any]) -> tuple[Form, tupl
         raise PipelineError(f"{what} returns {kind_text(value)}: return a tensor, or a tuple, list or dict of tensors")
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, tensor_type):
-            place = f"[{form.keys[position]!r}]" if form.keys else f"[{position}]"
-            raise PipelineError(f"{what} returns {kind_text(leaf)} at {place}: only tensors cross between stages")
+            key_path = f"[{form.keys[position]!r}]" if form.keys else f"[{position}]"
+            raise PipelineError(f"{what} returns {kind_text(leaf)} at {key_path}: only tensors cross between stages")
     return form, leaves
 
 

@@ -54,9 +54,9 @@ def checked_plan(
         report = check_subject(subject)
         if report.errors and not unsafe:
             raise PlanRefused(report.errors)
-        found = report.conclusion
+        outcome = report.conclusion
         errors = [finding_content(finding) for finding in report.errors]
-        return [found.graph_digest, found.rule_set_version, found.backend_table_version, found.verdict, errors]
+        return [outcome.graph_digest, outcome.rule_set_version, outcome.backend_table_version, outcome.verdict, errors]
 
     derived = agreement.gather(phase, derive)
     _require_same(derived)
@@ -105,8 +105,8 @@ def require_supported(spec: PlanSpec) -> None:
         ),
         (spec.transport.queue not in (None, "directed_edge"), "transport.queue", "each channel has its own group"),
     )
-    for given, key, fix in refused:
-        if given:
+    for is_set, key, fix in refused:
+        if is_set:
             raise PipelineError(f"the plan has {key}, which a script's modules cannot have: remove it; {fix}")
 
 
@@ -128,28 +128,28 @@ def require_fits(
     actual = {name: (n, list(weight.shape)) for n, own in weights.items() for name, weight in own.items()}
     for name in dict.fromkeys((*planned, *actual)):
         number = (actual if name in actual else planned)[name][0]
-        here, there = (f"{of[name][1]}" if name in of else "none" for of in (actual, planned))
-        if here != there:
+        module_text, there = (f"{of[name][1]}" if name in of else "none" for of in (actual, planned))
+        if module_text != there:
             raise PipelineError(
-                f"stage {number}, weight {name}: shape {here} in the module, {there} in the plan; {again}"
+                f"stage {number}, weight {name}: shape {module_text} in the module, {there} in the plan; {again}"
             )
     for number, specs in outputs.items():
         if number == len(plan.edges) or len(plan.edges[number].variants) > 1:
             continue
         direct = (edge.variants[0] for edge in plan.direct if edge.producer == number)
         members = (*plan.edges[number].variants[0], *direct)
-        here, there = (", ".join(f"{x.dtype}{list(x.shape)}" for x in side) for side in (specs, members))
-        if here != there:
-            raise PipelineError(f"stage {number} returns {here}, and the plan has {there} after it; {again}")
+        module_text, there = (", ".join(f"{x.dtype}{list(x.shape)}" for x in side) for side in (specs, members))
+        if module_text != there:
+            raise PipelineError(f"stage {number} returns {module_text}, and the plan has {there} after it; {again}")
 
 
 def _require_same(derived: list[list[Any]]) -> None:
     names = ("graph digest", "rule set version", "backend table version")
     for rank, other in enumerate(derived):
         differ = [
-            f"{name} {str(there)[:12]}, not {str(here)[:12]}"
-            for name, there, here in zip(names, other, derived[0], strict=False)
-            if there != here
+            f"{name} {str(there)[:12]}, not {str(reference)[:12]}"
+            for name, there, reference in zip(names, other, derived[0], strict=False)
+            if there != reference
         ]
         if differ:
             raise PipelineError.reported(

@@ -106,12 +106,12 @@ class Tuning:
         costs = self._phase("measure", lambda: self._measured(self._ways()))
         latency_ns = self._phase("measure messages", self._latency_ns)
         self.layers = Layers(self._static_bytes(), self.chain.has_ends, latency_ns)
-        found, lacking = self._phase("search", lambda: self._searched(costs))
+        best_cuts, lacking = self._phase("search", lambda: self._searched(costs))
         if lacking and any(map(self.chain.can_recompute, range(self.chain.num_layers))):
             ways = [way._replace(recomputes=True) for way in costs if not way.replay]
             costs |= self._phase("measure recomputation", lambda: self._measured(ways, costs))
-            found, lacking = self._phase("search again", lambda: self._searched(costs))
-        rows = self._phase("try", lambda: self._tried(found, lacking))
+            best_cuts, lacking = self._phase("search again", lambda: self._searched(costs))
+        rows = self._phase("try", lambda: self._tried(best_cuts, lacking))
         self._phase("without a pipeline", lambda: self._note_no_pipeline(rows[0]))
         layout = self._layout(rows, costs)
         if self.file is not None and not self.agreement.rank:
@@ -179,10 +179,10 @@ class Tuning:
     # --- measure and search ---
 
     def _measured(
-        self, ways: Sequence[RunWay], known: Mapping[RunWay, list[LayerCost]] | None = None
+        self, ways: Sequence[RunWay], prior_costs: Mapping[RunWay, list[LayerCost]] | None = None
     ) -> dict[RunWay, list[LayerCost]]:
         """The costs of all layers in each way that is possible."""
-        costs, refused = ways_measured(self.chain, ways, self._measure, self.agreement, self._report, known or {})
+        costs, refused = ways_measured(self.chain, ways, self._measure, self.agreement, self._report, prior_costs or {})
         self.notes += [f"{way} is not possible: {reason}" for way, reason in refused.items()]
         self._clean()
         return costs
@@ -200,11 +200,11 @@ class Tuning:
 
     # --- try ---
 
-    def _tried(self, found: Sequence[Best], lacking: Sequence[Lacking]) -> list[LayoutRow]:
+    def _tried(self, best_cuts: Sequence[Best], lacking: Sequence[Lacking]) -> list[LayoutRow]:
         """The rows of all schedules; the best ones are proved, run and measured."""
-        if not found:
+        if not best_cuts:
             raise PipelineError(self._lacking_text(lacking))
-        left, tried = self._candidates(found), list[LayoutRow]()
+        left, tried = self._candidates(best_cuts), list[LayoutRow]()
         longest = 0.0
         while left and len({row.plain for row in tried}) < self.search.num_trials:
             if tried and not self._has_time(longest):
@@ -227,12 +227,12 @@ class Tuning:
         """True if the first rank has so much time left; the same on all ranks."""
         return bool(self._gathered("time", self.started + self.search.max_s - time.monotonic() > needed_s)[0])
 
-    def _candidates(self, found: Sequence[Best]) -> list[LayoutRow]:
+    def _candidates(self, best_cuts: Sequence[Best]) -> list[LayoutRow]:
         rows = []
-        for best in found:
+        for best in best_cuts:
             way, _ = self._ways_by_name[best.way.name]
             blocks = self.chain.blocks_of(best.sizes)
-            is_open = not best.is_exhaustive and best.step <= NEAR * found[0].step
+            is_open = not best.is_exhaustive and best.step <= NEAR * best_cuts[0].step
             rows.append(LayoutRow(
                 best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, way.replay,
                 best.recomputed, best.step / 1e6, max(best.peaks) / GIB,

@@ -69,7 +69,7 @@ def _deciding(imported: Imported, report: CheckResult, selection: Selection) -> 
             continue
         key = dotted(assumption.key)
         answers = ((assumption.value, report.errors), (not assumption.value, errors))
-        shown = "; ".join(f"{_plain(value)}: {_answer(found)}" for value, found in answers)
+        shown = "; ".join(f"{_plain(value)}: {_answer(faults)}" for value, faults in answers)
         first = next(iter((*report.errors, *errors)))
         yield ASSUMED_DECIDES.finding(
             f"`{key}` is not in the files, and decides. {shown}",

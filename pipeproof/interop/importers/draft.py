@@ -32,9 +32,9 @@ Of the 1,200 flags of Megatron-LM that are not read, none is as similar to one t
 """
 
 
-def misspelt(name: str, known: Iterable[str]) -> str | None:
+def misspelt(name: str, candidates: Iterable[str]) -> str | None:
     """Return the known name that an unknown one is a misspelling of; None if none is that similar."""
-    return next(iter(get_close_matches(name, known, n=1, cutoff=_MISSPELT)), None)
+    return next(iter(get_close_matches(name, candidates, n=1, cutoff=_MISSPELT)), None)
 
 
 _FRAMEWORKS = MappingProxyType(
@@ -66,7 +66,9 @@ class Draft:
 
     def __contains__(self, path: KeyPath) -> bool:
         """Return True if the value, or one below or above it, is known."""
-        return any(known[: len(path)] == path or path[: len(known)] == known for known in self._values)
+        return any(
+            other_path[: len(path)] == path or path[: len(other_path)] == other_path for other_path in self._values
+        )
 
     def get(self, *path: str | int, default: Any = None) -> Any:
         """Return the value at a path of plan keys, or ``default``."""

@@ -59,9 +59,9 @@ _FORMATS: Final = (
 
 def format_of(tree: Tree) -> Format | None:
     """Return the format that a file has; None for one that is not known."""
-    return next((known for known in _FORMATS if any(map(tree.has, known.marks))), None)
+    return next((file_format for file_format in _FORMATS if any(map(tree.has, file_format.marks))), None)
 
 
-def looks_like(known: Format) -> str:
+def looks_like(file_format: Format) -> str:
     """Return the sentence of a refusal."""
-    return f"this looks like {known.noun}: {known.instead}"
+    return f"this looks like {file_format.noun}: {file_format.instead}"

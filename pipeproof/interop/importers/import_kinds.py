@@ -27,12 +27,12 @@ class Kind:
     def load(self) -> Importer:
         """Import the module, and return the importer; that of a table is the one reader."""
         module, _, name = self.importer.partition(":")
-        found = getattr(importlib.import_module(f"pipeproof.interop.importers.{module}"), name)
+        attribute = getattr(importlib.import_module(f"pipeproof.interop.importers.{module}"), name)
         if module.startswith("tools."):
             from pipeproof.interop.importers.reader import import_tool
 
-            return partial(import_tool, found)
-        importer: Importer = found
+            return partial(import_tool, attribute)
+        importer: Importer = attribute
         return importer
 
 

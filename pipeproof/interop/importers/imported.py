@@ -71,7 +71,9 @@ class ImportedSource(SourceMap):
             origin = self.origins.get(path[:length])
             if origin is not None and origin.location is not None:
                 return origin.location
-        below = (origin.location for known, origin in self.origins.items() if path and known[: len(path)] == path)
+        below = (
+            origin.location for other_path, origin in self.origins.items() if path and other_path[: len(path)] == path
+        )
         return next((location for location in below if location is not None), Location(self.file))
 
 
@@ -175,5 +177,5 @@ def _comment(path: KeyPath, imported: Imported) -> str:
         location = origin.location
         text = origin.setting if location is None else f"{origin.setting}, {location}"
     else:
-        text = next((f"assumed: {known.why}" for known in imported.assumptions if known.key == path), "")
+        text = next((f"assumed: {assumption.why}" for assumption in imported.assumptions if assumption.key == path), "")
     return text

@@ -112,12 +112,14 @@ def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
 
 def _name_other_positions(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
     """Name the positions, the window and the order of blocks that a plan does not have; no size depends on them."""
-    given = {name: value for name, (value, _) in values.items()}
-    scalings = {name: each for name in ("rope_scaling", "rope_parameters") if isinstance(each := given.get(name), dict)}
+    settings = {name: value for name, (value, _) in values.items()}
+    scalings = {
+        name: each for name in ("rope_scaling", "rope_parameters") if isinstance(each := settings.get(name), dict)
+    }
     kinds = {name: [each, *(one for one in each.values() if isinstance(one, dict))] for name, each in scalings.items()}
-    every = [given, *(one for each in kinds.values() for one in each)]
-    window, length = given.get("sliding_window"), given.get("max_position_embeddings")
-    is_whole = not window or given.get("use_sliding_window") is False
+    every = [settings, *(one for each in kinds.values() for one in each)]
+    window, length = settings.get("sliding_window"), settings.get("max_position_embeddings")
+    is_whole = not window or settings.get("use_sliding_window") is False
     last = (None, -1, count(draft, "model", "num_layers") - 1)
     reasons = {
         name: "positions are not scaled here"
@@ -130,9 +132,9 @@ def _name_other_positions(draft: Draft, values: Mapping[str, tuple[Any, Location
         reasons["rope_theta"] = "it is 10000 here"
     if not is_whole and not (type(window) is type(length) is int and window >= length):
         reasons["sliding_window"] = "a token attends to all tokens before it here"
-    if given.get("moe_layer_interval", 1) != 1:
+    if settings.get("moe_layer_interval", 1) != 1:
         reasons["moe_layer_interval"] = "all blocks after the first few have experts here"
-    if given.get("moe_layer_end_index") not in last:
+    if settings.get("moe_layer_end_index") not in last:
         reasons["moe_layer_end_index"] = "the last block has experts here"
     for name, why in reasons.items():
         draft.ignore(name, f"{why}; this changes no size", values.get(name, (None, None))[1])

@@ -176,25 +176,25 @@ def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
     from pipeproof.state.names.deepseek_v4 import SETTINGS
 
     _, of_type = values["model_type"]
-    given = {name: value for name, value in values.items() if value[0] is not None} | _of_other_names(values)
-    ratios, location = given.get("compress_ratios", (None, None))
-    number = given.get("num_hidden_layers", (0, None))[0]
+    settings = {name: value for name, value in values.items() if value[0] is not None} | _of_other_names(values)
+    ratios, location = settings.get("compress_ratios", (None, None))
+    number = settings.get("num_hidden_layers", (0, None))[0]
     if isinstance(ratios, list) and type(number) is int and any(one != ratios[number - 1] for one in ratios[number:]):
         draft.ignore("compress_ratios", "a module has the attention of the last block here", location)
     for name, path in ({name: MODEL_NAMES[name] for name in _V4_SIZES} | dict(SETTINGS)).items():
-        value, location = given.get(name, (None, None))
-        if name in given and not (name == "num_nextn_predict_layers" and value == 0):
+        value, location = settings.get(name, (None, None))
+        if name in settings and not (name == "num_nextn_predict_layers" and value == 0):
             draft.set(("model", *path), float(value) if name in _V4_FLOATS else value, name, location)
     for path, formula in _V4_FORMULAS.items():
         draft.set(("model", *path), formula, "model_type deepseek_v4", of_type)
-    if "moe_intermediate_size" in given:  # no block has this MLP
-        size, location = given["moe_intermediate_size"]
+    if "moe_intermediate_size" in settings:  # no block has this MLP
+        size, location = settings["moe_intermediate_size"]
         draft.set(("model", "ffn_size"), size, "moe_intermediate_size", location)
     if ("model", "mtp") in draft:
         why = "model_type deepseek_v4: the tokens of modules do not cross next to several streams"
         draft.set(("model", "mtp", "magic_send"), value=True, setting=why, location=of_type)
     for name in ("rope_scaling", "rope_parameters"):
-        scaling, location = given.get(name, ({}, None))
+        scaling, location = settings.get(name, ({}, None))
         if isinstance(scaling, dict):
             _take_scaling(draft, name, scaling.get("compress", scaling), location)
 
@@ -217,15 +217,15 @@ def _take_scaling(draft: Draft, name: str, scaling: Mapping[str, Any], location:
 
 def _of_other_names(values: _Values) -> dict[str, tuple[Any, Location | None]]:
     """Settings that some files have under other names: ``compress_ratios``, ``mlp_layer_types`` and a rotary factor."""
-    found: dict[str, tuple[Any, Location | None]] = {}
+    settings: dict[str, tuple[Any, Location | None]] = {}
     ratios, location = values.get("compress_ratios", (None, None))
     if isinstance(ratios, list) and all(ratio in _V4_TYPES for ratio in ratios):
         number = values.get("num_hidden_layers", (len(ratios), None))[0]
-        found["layer_types"] = [_V4_TYPES[ratio] for ratio in ratios[:number]], location
+        settings["layer_types"] = [_V4_TYPES[ratio] for ratio in ratios[:number]], location
     kinds, location = values.get("mlp_layer_types", (None, None))
     if isinstance(kinds, list):
-        found["num_hash_layers"] = kinds.count("hash_moe"), location
+        settings["num_hash_layers"] = kinds.count("hash_moe"), location
     factor, location = values.get("partial_rotary_factor", (None, None))
     if factor is not None and "qk_rope_head_dim" not in values and "head_dim" in values:
-        found["qk_rope_head_dim"] = int(values["head_dim"][0] * factor), location
-    return found
+        settings["qk_rope_head_dim"] = int(values["head_dim"][0] * factor), location
+    return settings

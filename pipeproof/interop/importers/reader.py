@@ -72,10 +72,14 @@ def import_flags(arguments: Arguments, options: Flags) -> Imported:
 
 
 def _import_tree(tool: Tool, tree: Tree, options: Flags) -> Imported:
-    known = format_of(tree)
-    if not any(map(tree.has, tool.marks)) or (known is not None and known.kind not in ("", tool.kind)):
+    file_format = format_of(tree)
+    if not any(map(tree.has, tool.marks)) or (file_format is not None and file_format.kind not in ("", tool.kind)):
         shown = " or ".join(f"`{mark}`" for mark in tool.marks)
-        message = looks_like(known) if known is not None else f"{shown}, by which {tool.name} is known, is not here"
+        message = (
+            looks_like(file_format)
+            if file_format is not None
+            else f"{shown}, by which {tool.name} is known, is not here"
+        )
         raise PlanFileError(UNREADABLE.finding(message, Location(tree.source.file)), source=tree.source)
     return import_values(tool, tree, options)
 
@@ -100,8 +104,8 @@ def import_values(tool: Tool, tree: Tree, options: Flags) -> Imported:
 def _refuse_format(path: Path, tool: Tool) -> NoReturn:
     """Refuse a file of values that is none of Megatron-LM, with the format that it has."""
     tree = read_tree(path)
-    known = format_of(tree)
-    message = looks_like(known) if known is not None else f"no command here has flags of {tool.name}"
+    file_format = format_of(tree)
+    message = looks_like(file_format) if file_format is not None else f"no command here has flags of {tool.name}"
     raise PlanFileError(UNREADABLE.finding(message, Location(str(path))), source=tree.source)
 
 
@@ -166,13 +170,13 @@ def _yaml_arguments(text: str, name: str) -> Arguments:
     problem = next((problem for problem in tree.problems if not _repeats_alike(problem, source)), None)
     if problem is not None:
         raise PlanFileError(UNREADABLE.finding(problem.message, problem.location), source=source)
-    given = tree.data["MODEL_ARGS"] if isinstance(tree.data, dict) else None
-    if not isinstance(given, dict) or not given:
+    model_args = tree.data["MODEL_ARGS"] if isinstance(tree.data, dict) else None
+    if not isinstance(model_args, dict) or not model_args:
         location = source.locate(("MODEL_ARGS",))
-        message = f"`MODEL_ARGS` must be a mapping of flags to values, found {describe_value(given)}"
+        message = f"`MODEL_ARGS` must be a mapping of flags to values, found {describe_value(model_args)}"
         raise PlanFileError(UNREADABLE.finding(message, location), source=source)
     flags = {}
-    for flag, value in given.items():
+    for flag, value in model_args.items():
         setting = _setting(str(flag), value, source)
         if setting is not None:
             flags[setting.name] = setting

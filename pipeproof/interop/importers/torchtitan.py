@@ -241,18 +241,18 @@ class _Job:
     def _schedule(self, pp: int) -> tuple[int, bool]:
         """Set ``schedule.kind``, and return the stages of a rank and True if a file gives the order."""
         name = "pipeline_parallel_schedule"
-        given = str(self.value(*self._path(name), default="1F1B"))
+        schedule_name = str(self.value(*self._path(name), default="1F1B"))
         path = self.value(*self._path("pipeline_parallel_schedule_csv"))
         if path:
             self._take("pipeline_parallel_schedule_csv", ("schedule", "kind"), "file")
             self._take("pipeline_parallel_schedule_csv", ("schedule", "path"), str(Path(path).resolve()))
         known = {pytorch.lower(): found for pytorch, found in _SCHEDULES.items()}  # PyTorch ignores the case
-        schedule = known.get(given.lower())
+        schedule = known.get(schedule_name.lower())
         if schedule is None and not path:
-            near = nearest_name(given, _SCHEDULES)
+            near = nearest_name(schedule_name, _SCHEDULES)
             fix = f"did you mean {near}?" if near else f"known are {listed(list(_SCHEDULES), 'and')}"
-            raise self.refused(f"`{given}` is no schedule of PyTorch", *self._path(name), help=fix)
-        kind, chunks = schedule or ("file", 1 if given.lower() == "pipelineschedulesingle" else 2)
+            raise self.refused(f"`{schedule_name}` is no schedule of PyTorch", *self._path(name), help=fix)
+        kind, chunks = schedule or ("file", 1 if schedule_name.lower() == "pipelineschedulesingle" else 2)
         if pp == 1:
             kind, chunks = "1f1b", 1
         self._take(name, ("schedule", "kind"), kind)
@@ -371,14 +371,14 @@ class _Job:
         """Refuse fewer micro-batches than stages, as ``PipelineScheduleSingle`` does; schedules from a file run so."""
         num_micro_batches = count(self.draft, "schedule", "num_micro_batches")
         if num_micro_batches < num_stages:
-            place = self._local()
-            fix = f"raise `{place[1]}`, or lower `pipeline_parallel_microbatch_size`"
+            path = self._local()
+            fix = f"raise `{path[1]}`, or lower `pipeline_parallel_microbatch_size`"
             if self.placed("training", TOKENS) is not None:
-                place, fix = ("parallelism", "num_pp_microbatches"), "raise `num_pp_microbatches`"
+                path, fix = ("parallelism", "num_pp_microbatches"), "raise `num_pp_microbatches`"
             raise self.refused(
                 f"PyTorch refuses this: {num_micro_batches} micro-batches on {num_stages} stages, and a schedule with "
                 "one stage on each rank (1F1B, GPipe) needs as many micro-batches as stages",
-                *place, code=REFUSED, help=fix,
+                *path, code=REFUSED, help=fix,
             )  # fmt: skip
 
     def _rest(self) -> None:
@@ -393,8 +393,8 @@ class _Job:
         path = ("activation_checkpoint", "mode")
         mode = self.value(*path, default="selective")
         if mode not in ("none", "selective", "full", "memory_budget"):
-            found = describe_value(mode)
-            raise self.refused(f"`mode` must be none, selective, full or memory_budget, found {found}", *path)
+            actual = describe_value(mode)
+            raise self.refused(f"`mode` must be none, selective, full or memory_budget, found {actual}", *path)
         if mode in ("selective", "full"):
             self.take(path, ("memory", "recompute"), mode)
         unknown = [name for name in self.tree.names("parallelism") if name not in _KEYS["parallelism"]]

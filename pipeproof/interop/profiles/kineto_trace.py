@@ -71,15 +71,15 @@ class _Collected:
         self._threads: dict[Any, int] = {}
 
     def read(self, stream: JsonStream) -> RankTrace:
-        found = False
+        has_events = False
         for key in stream.members():
             if key == "traceEvents" and stream.peek() == "[":
-                found = True
+                has_events = True
                 for event in stream.items():
                     self._add(stream, event)
             else:
                 self._header[key] = stream.value()
-        if not found:
+        if not has_events:
             raise unreadable(
                 str(self._path), "the file is JSON without `traceEvents`", "export it by `export_chrome_trace`"
             )

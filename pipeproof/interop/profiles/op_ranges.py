@@ -76,13 +76,13 @@ def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
     if by_order:
         ranges = list(_by_launch_order(trace, program, optimizer))
     _require_apart(trace, ranges)
-    computed = [(place, op) for place, each in enumerate(ranges) for op in each.ops if op.kind in COMPUTE_KINDS]
+    computed = [(position, op) for position, each in enumerate(ranges) for op in each.ops if op.kind in COMPUTE_KINDS]
     starts, num_left_out = _step_starts(trace, [op for _, op in computed], program)
     steps = []
     for start in starts:
-        places = list(dict.fromkeys(place for place, _ in computed[start : start + len(program)]))
+        places = list(dict.fromkeys(position for position, _ in computed[start : start + len(program)]))
         before = computed[start - 1][0] if start else -1
-        after = next((place for place, _ in computed[start + len(program) :]), len(ranges))
+        after = next((position for position, _ in computed[start + len(program) :]), len(ranges))
         # Receives of a step may be posted before its first computation; all else there belongs to the step before.
         early = [each for each in ranges[before + 1 : places[0]] if _receives(each.ops[0])]
         late = [each for each in ranges[places[-1] + 1 : after] if not _receives(each.ops[0])]
@@ -91,7 +91,7 @@ def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
         begin, end = ranges[places[0]].start_ns, ranges[after].start_ns if after < len(ranges) else None
         steps.append(
             StepRanges(
-                [ranges[place] for place in places],
+                [ranges[position] for position in places],
                 [*early, *inside, *late],
                 [(s, e) for s, e in optimizer if s >= begin and (end is None or s < end)],
             )
@@ -111,13 +111,13 @@ def _named(trace: RankTrace, program: Sequence[Op]) -> Iterator[OpRange]:
         (_TORCH_ACTION, _torch_action, True),
     )
     for prefix, read, waits in readers:
-        found = [each for each in trace.ranges if each.name.startswith(prefix)]
-        for name, start, end in found:
+        matches = [each for each in trace.ranges if each.name.startswith(prefix)]
+        for name, start, end in matches:
             try:
                 yield OpRange(read(name.removeprefix(prefix)), start, end, waits=waits)
             except ValueError as error:
                 raise not_assigned(trace.file, f"the range `{name}` names no operation", _KNOWN) from error
-        if found:
+        if matches:
             return
     for name, start, end in trace.ranges:
         if match := _TORCH_GPIPE.fullmatch(name):
@@ -147,20 +147,20 @@ def _require_apart(trace: RankTrace, ranges: Sequence[OpRange]) -> None:
 
 def _step_starts(trace: RankTrace, ops: Sequence[Op], program: Sequence[Op]) -> tuple[list[int], int]:
     """Return the places in ``ops`` at which complete steps begin, and the number of operations outside of them."""
-    place = next((place for place, op in enumerate(ops) if op == program[0]), len(ops))
+    position = next((position for position, op in enumerate(ops) if op == program[0]), len(ops))
     starts: list[int] = []
-    while ops[place : place + len(program)]:
-        for op, planned in zip(ops[place : place + len(program)], program, strict=False):
+    while ops[position : position + len(program)]:
+        for op, planned in zip(ops[position : position + len(program)], program, strict=False):
             if op != planned:
                 raise not_assigned(
                     trace.file,
                     f"step {len(starts)} of the trace has {op} where the program of the plan has {planned}",
                     "give the plan of this run: its schedule, number of micro-batches and stages",
                 )
-        if place + len(program) > len(ops):
+        if position + len(program) > len(ops):
             break
-        starts.append(place)
-        place += len(program)
+        starts.append(position)
+        position += len(program)
     if not starts:
         raise not_assigned(
             trace.file,

@@ -92,33 +92,33 @@ def profile_of_files(paths: Sequence[Path], loaded: LoadedPlan, message_us: Frac
     """
     spec = loaded.spec.model_copy(update={"cost": CostSpec()})  # the plan may name the profile that is being made
     subject = make_subject(replace(loaded, spec=spec))
-    found = measure_traces([read_trace(path) for path in paths], subject)
+    measurements = measure_traces([read_trace(path) for path in paths], subject)
     try:
-        return _profile(found, subject, message_us)
+        return _profile(measurements, subject, message_us)
     except ValidationError as error:  # a time beyond the limits of a profile
         raise unreadable(
-            ", ".join(found.files), f"a time is out of range: {error.errors()[0]['msg']}", _WHOLE
+            ", ".join(measurements.files), f"a time is out of range: {error.errors()[0]['msg']}", _WHOLE
         ) from error
 
 
-def _profile(found: Measurements, subject: Subject, message_us: Fraction | None) -> Profile:
-    notes = list(found.notes)
+def _profile(measurements: Measurements, subject: Subject, message_us: Fraction | None) -> Profile:
+    notes = list(measurements.notes)
     return Profile(
         profile=1,
         machine=None,
         plan=MeasuredPlan(digest=graph_digest(subject), **measured_sections(subject.plan.spec)),
-        steps=Steps(run=found.num_steps, counted=found.num_counted),
-        stages=tuple(_stages(found, subject, notes)),
-        messages=() if message_us is not None else by_size(found.messages),
-        bare_messages=tuple(_given_messages(found, subject, message_us, notes)),
+        steps=Steps(run=measurements.num_steps, counted=measurements.num_counted),
+        stages=tuple(_stages(measurements, subject, notes)),
+        messages=() if message_us is not None else by_size(measurements.messages),
+        bare_messages=tuple(_given_messages(measurements, subject, message_us, notes)),
         collectives=(),
         host=Host(between_ops=None, after_wait=None),
-        clock=ClockOfTimes(name="device" if found.devices else "host", accuracy_us=0.0),
+        clock=ClockOfTimes(name="device" if measurements.devices else "host", accuracy_us=0.0),
         source=ProfileSource(
             format="kineto",
-            files=tuple(found.files),
-            devices=tuple(found.devices),
-            step_us=None if found.step_ns is None else found.step_ns / 1000,
+            files=tuple(measurements.files),
+            devices=tuple(measurements.devices),
+            step_us=None if measurements.step_ns is None else measurements.step_ns / 1000,
             ranks=tuple(
                 AttributedTime(
                     rank=each.rank,
@@ -128,27 +128,27 @@ def _profile(found: Measurements, subject: Subject, message_us: Fraction | None)
                     update_us=each.update_ns / 1000,
                     unattributed_us=each.unattributed_ns / 1000,
                 )
-                for each in sorted(found.ranks, key=lambda each: each.rank)
+                for each in sorted(measurements.ranks, key=lambda each: each.rank)
             ),
             assumptions=tuple(notes),
         ),
     )
 
 
-def _stages(found: Measurements, subject: Subject, notes: list[str]) -> Iterator[StageTimes]:
+def _stages(measurements: Measurements, subject: Subject, notes: list[str]) -> Iterator[StageTimes]:
     """Yield the times of the stages; the optimizer includes the sums of gradients, whose collectives are not listed."""
     num_stages = len(subject.plan.stages)
-    reduced = any(kind is OpKind.REDUCE_GRAD for _, kind in found.ops)
-    if not any(kind is OpKind.STEP for _, kind in found.ops):
+    reduced = any(kind is OpKind.REDUCE_GRAD for _, kind in measurements.ops)
+    if not any(kind is OpKind.STEP for _, kind in measurements.ops):
         notes.append("no time of the optimizer: its step takes 0 us" + (" but for sums of gradients" * reduced))
     elif reduced:
         notes.append("the time of the optimizer includes the sums of gradients")
     for stage in range(num_stages):
-        times = {kind: found.ops.get((stage, OpKind(kind)), []) for kind in get_args(TimedKind)}
+        times = {kind: measurements.ops.get((stage, OpKind(kind)), []) for kind in get_args(TimedKind)}
         if not times["F"] or not (times["B"] or (times["I"] and times["W"])):
             lacking = "forward" if not times["F"] else "backward"
             raise not_assigned(
-                ", ".join(found.files), f"no time of a {lacking} of stage {stage}",
+                ", ".join(measurements.files), f"no time of a {lacking} of stage {stage}",
                 "give the files of one rank of each stage at least",
             )  # fmt: skip
         sums = round(median(times["REDUCE_GRAD"])) if times["REDUCE_GRAD"] else 0
@@ -163,7 +163,7 @@ def _stages(found: Measurements, subject: Subject, notes: list[str]) -> Iterator
 
 
 def _given_messages(
-    found: Measurements, subject: Subject, message_us: Fraction | None, notes: list[str]
+    measurements: Measurements, subject: Subject, message_us: Fraction | None, notes: list[str]
 ) -> Iterator[SizedSpread]:
     """Yield the time of a message that was given, for all sizes."""
     if message_us is not None:
@@ -171,8 +171,8 @@ def _given_messages(
         assert spread is not None
         notes.append(f"every message takes {float(message_us):g} us, as given")
         yield spread
-    elif not found.messages and subject.graph.is_kind(SEND_KINDS).any():
+    elif not measurements.messages and subject.graph.is_kind(SEND_KINDS).any():
         raise not_assigned(
-            ", ".join(found.files), "no message shows its time without waits",
+            ", ".join(measurements.files), "no message shows its time without waits",
             "give it: `--message-us 20`, for instance from `pipeproof doctor` or `rehearse`; 0 leaves messages out",
         )  # fmt: skip

@@ -72,8 +72,8 @@ _RANK_OF_NAME = re.compile(r"rank[-_. ]?(\d+)|workerlog\.(\d+)", re.IGNORECASE)
 
 def rank_of_name(name: str) -> int | None:
     """Return the rank in the name of a file: ``rank3``, ``rank_3`` or ``workerlog.3``; None without one."""
-    found = _RANK_OF_NAME.search(name)
-    return None if found is None else int(found[1] or found[2])
+    match = _RANK_OF_NAME.search(name)
+    return None if match is None else int(match[1] or match[2])
 
 
 def by_start(named: NamedRange) -> tuple[int, int]:

@@ -93,13 +93,13 @@ def measure_traces(traces: Sequence[RankTrace], subject: Subject) -> Measurement
     places = _places(traces, subject)
     graph = subject.graph
     sharded = any(subject.plan.mesh.size(axis) > 1 for axis in ("tp", "cp", "ep"))
-    found = Measurements(sorted({trace.file for trace in traces}), 0, 0)
+    measurements = Measurements(sorted({trace.file for trace in traces}), 0, 0)
     ends: dict[tuple[tuple[tuple[str, int], ...], int, int], _TransferEnd] = {}
     step_counts: Counter[int] = Counter()
     lengths: list[list[tuple[int, int, str]]] = []
     left_out = 0
-    for trace, place in zip(traces, places, strict=True):
-        ids = list(graph.rank_ops(place.index))
+    for trace, position in zip(traces, places, strict=True):
+        ids = list(graph.rank_ops(position.index))
         program = [graph.ops[i] for i in ids if graph.ops[i].kind in COMPUTE_KINDS]
         if not trace.device and subject.plan.spec.run.device == "gpu":
             raise not_assigned(
@@ -113,28 +113,30 @@ def measure_traces(traces: Sequence[RankTrace], subject: Subject) -> Measurement
         left_out += steps.num_left_out
         for number, step in enumerate(counted):
             for op, time in reader.times(step):
-                found.ops[op.stage, op.kind].append(time)
+                measurements.ops[op.stage, op.kind].append(time)
             for op_id, end in reader.transfers(step, ids, graph.ops):
-                ends[place.replica, number, op_id] = end
-        found.ranks.append(reader.shares(counted, trace.rank or 0))
+                ends[position.replica, number, op_id] = end
+        measurements.ranks.append(reader.shares(counted, trace.rank or 0))
         lengths.append([reader.length(step) for step in counted])
         if steps.by_order:
-            found.notes.append(f"rank {trace.rank}: operations by the order of launches, not by names")
+            measurements.notes.append(f"rank {trace.rank}: operations by the order of launches, not by names")
         if trace.num_unlaunched:
-            found.notes.append(f"rank {trace.rank}: {trace.num_unlaunched} kernels without a launch in the trace")
-    found.num_steps = max(step_counts)
-    found.num_counted = max(len(of_rank) for of_rank in lengths)
-    found.step_ns = _step_ns(lengths)
-    found.devices = [trace.device for trace in traces if trace.device]
+            measurements.notes.append(
+                f"rank {trace.rank}: {trace.num_unlaunched} kernels without a launch in the trace"
+            )
+    measurements.num_steps = max(step_counts)
+    measurements.num_counted = max(len(of_rank) for of_rank in lengths)
+    measurements.step_ns = _step_ns(lengths)
+    measurements.devices = [trace.device for trace in traces if trace.device]
     if len(step_counts) == 1:
-        found.messages = list(_messages(subject, ends))
+        measurements.messages = list(_messages(subject, ends))
     else:
-        found.notes.append("the ranks have different numbers of steps: messages are not matched")
+        measurements.notes.append("the ranks have different numbers of steps: messages are not matched")
     if left_out:
-        found.notes.append(f"{left_out} operations of incomplete steps are left out")
+        measurements.notes.append(f"{left_out} operations of incomplete steps are left out")
     if len(traces) < subject.plan.mesh.num_ranks:
-        found.notes.append(f"{len(traces)} of {subject.plan.mesh.num_ranks} ranks have a trace")
-    return found
+        measurements.notes.append(f"{len(traces)} of {subject.plan.mesh.num_ranks} ranks have a trace")
+    return measurements
 
 
 def _places(traces: Sequence[RankTrace], subject: Subject) -> list[_Place]:
@@ -293,8 +295,8 @@ class _TraceReader:
             return None
         named = self._gloo[first]
         ranges = self._steps.ranges
-        place = bisect_right(ranges, named.end_ns, key=_start) - 1
-        waiting = ranges[place].start_ns if place >= 0 and ranges[place].end_ns >= named.end_ns else named.end_ns
+        index = bisect_right(ranges, named.end_ns, key=_start) - 1
+        waiting = ranges[index].start_ns if index >= 0 and ranges[index].end_ns >= named.end_ns else named.end_ns
         return _TransferEnd(named.start_ns, named.end_ns, self._trace.clock, waiting)
 
 

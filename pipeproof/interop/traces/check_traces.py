@@ -283,8 +283,8 @@ def _about_program(finding: Finding) -> Finding:
 
 
 def _state_of_logs(logs: Sequence[RankLog]) -> Iterator[Finding]:
-    known = {log.rank for log in logs}
-    missing = [rank for rank in range(logs[0].num_ranks) if rank not in known]
+    logged_ranks = {log.rank for log in logs}
+    missing = [rank for rank in range(logs[0].num_ranks) if rank not in logged_ranks]
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         ranks, files = (", ".join(f"{name}{rank}{end}" for rank in missing[:8]) + more
@@ -362,8 +362,8 @@ def stuck_findings(logs: Sequence[RankLog]) -> Iterator[Finding]:
 
 
 def _waits(logs: Sequence[RankLog]) -> WaitGraph[int]:
-    known = {log.rank for log in logs}
-    graph = WaitGraph(sorted(known))
+    logged_ranks = {log.rank for log in logs}
+    graph = WaitGraph(sorted(logged_ranks))
     blocking = {(log.rank, seq) for log in logs for seq in log.waiting_for}
     for channel in channels_of(logs):
         matched = min(len(channel.sends), len(channel.receives))
@@ -372,7 +372,7 @@ def _waits(logs: Sequence[RankLog]) -> WaitGraph[int]:
             _add(graph, call, other, blocking)
     for (group, _), calls in collectives_of(logs).items():
         for call in calls.values():
-            for member in sorted(known & set(group.ranks) - calls.keys()):
+            for member in sorted(logged_ranks & set(group.ranks) - calls.keys()):
                 _add(graph, call, member, blocking)
     return graph
 

@@ -111,11 +111,11 @@ class Name:
 
 def channels_of(logs: Sequence[RankLog]) -> list[Channel]:
     """Return all channels between ranks that have logs, by first use, with numbers for the names of their messages."""
-    known = {log.rank for log in logs}
+    logged_ranks = {log.rank for log in logs}
     channels: dict[tuple[LoggedGroup, str, int, int], Channel] = {}
     for log in logs:
         for call in log.calls:
-            if not call.is_message or call.peer is None or call.peer not in known or call.tensor is None:
+            if not call.is_message or call.peer is None or call.peer not in logged_ranks or call.tensor is None:
                 continue
             src, dst = (call.rank, call.peer) if call.op == "send" else (call.peer, call.rank)
             key = call.group, _qualifier(call), src, dst

@@ -96,9 +96,9 @@ def read_csv(text: str, file: str, findings: Findings) -> CsvSchedule:
 
 def _current(rows_by_rank: list[list[Row]]) -> list[list[Row]]:
     """The rows with a backward as ``I`` where an older release wrote ``B`` next to each ``W``, and no ``I`` at all."""
-    found = {kind: _places(rows_by_rank, kind) for kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)}
-    halves = found[OpKind.BACKWARD_WEIGHT]
-    if found[OpKind.BACKWARD_INPUT] or not halves or not halves <= _places(rows_by_rank, OpKind.BACKWARD):
+    by_kind = {kind: _places(rows_by_rank, kind) for kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)}
+    halves = by_kind[OpKind.BACKWARD_WEIGHT]
+    if by_kind[OpKind.BACKWARD_INPUT] or not halves or not halves <= _places(rows_by_rank, OpKind.BACKWARD):
         return rows_by_rank
     return [
         [
@@ -117,13 +117,13 @@ def _places(rows_by_rank: list[list[Row]], kind: OpKind) -> set[tuple[int, int, 
 
 def _words(line: Placed) -> list[Placed]:
     """The cells of a line without what surrounds them; what cannot be split is one cell."""
-    words, place, continues = [], 0, True
+    words, offset, continues = [], 0, True
     while continues:
-        match = _CELL.match(line.text, place)
-        start, stop = match.span(2) if match else (place, len(line.text))
+        match = _CELL.match(line.text, offset)
+        start, stop = match.span(2) if match else (offset, len(line.text))
         words.append(line.part(start, stop))
         continues = match is not None and match[3] == ","
-        place = match.end() if match else stop
+        offset = match.end() if match else stop
     return words
 
 

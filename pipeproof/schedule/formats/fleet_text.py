@@ -87,12 +87,12 @@ class _Reader:
         stop = len(line.text.rstrip())
         if not stop:
             self._findings.add(NO_OPERATIONS, line.location, f"line {rank + 1} is rank {rank}, and has no operations")
-        place = 0
-        while place < stop:
-            behind = line.text.find(";", place)
+        offset = 0
+        while offset < stop:
+            behind = line.text.find(";", offset)
             behind = stop if behind < 0 else behind
-            self._step(rank, _stripped(line, place, behind))
-            place = behind + 1
+            self._step(rank, _stripped(line, offset, behind))
+            offset = behind + 1
 
     def _step(self, rank: int, word: Placed) -> None:
         match = _STEP.fullmatch(word.text)

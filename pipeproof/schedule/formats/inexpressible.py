@@ -49,20 +49,20 @@ def steps_of(rows: Sequence[Row], form: str) -> Iterator[tuple[Row, ...]]:
         InexpressibleError: rows are one call that is no such pair.
     """
     sizes = Counter(row.batch for row in rows)
-    place = 0
-    while place < len(rows):
-        row = rows[place]
+    position = 0
+    while position < len(rows):
+        row = rows[position]
         if row.batch == NONE:
             yield (row,)
-            place += 1
+            position += 1
             continue
-        pair = tuple(rows[place : place + 2])
+        pair = tuple(rows[position : position + 2])
         kinds = [member.op.kind for member in pair if member.batch == row.batch]
         if sizes[row.batch] != 2 or len(kinds) != 2 or kinds[0] is not OpKind.FORWARD or kinds[1] not in _BACKWARDS:
             message = f"{row.op} is one call with others, and {form} has only a forward with a backward behind it"
             raise InexpressibleError(message, row=row)
         yield pair
-        place += 2
+        position += 2
 
 
 def require_bare(rows: Sequence[Row], form: str) -> None:

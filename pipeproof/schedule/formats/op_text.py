@@ -141,12 +141,12 @@ def kinds_of(texts: Iterable[str]) -> list[OpKind]:
     Raises:
         ValueError: the first of some texts that differ in numbers alone is not the text form of an operation.
     """
-    known: dict[str, OpKind] = {}
+    by_form: dict[str, OpKind] = {}
     kinds = []
     for text in texts:
         form = text.translate(_WITHOUT_DIGITS)
-        kind = known.get(form)
+        kind = by_form.get(form)
         if kind is None:
-            kind = known[form] = parse_op(text).kind
+            kind = by_form[form] = parse_op(text).kind
         kinds.append(kind)
     return kinds

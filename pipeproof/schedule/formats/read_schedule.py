@@ -68,8 +68,8 @@ class ForeignSchedule:
         computations = [[row for row in rows if row.op.kind in COMPUTE_KINDS] for rows in self.rows]
         pairs = tuple(
             frozenset(
-                place
-                for place, (row, after) in enumerate(pairwise(rows))
+                position
+                for position, (row, after) in enumerate(pairwise(rows))
                 if row.batch != NONE and row.batch == after.batch
             )
             for rows in computations
@@ -142,9 +142,9 @@ def require_attributes_kept(schedule: ForeignSchedule) -> None:
             lost, why = attributes, "without an axis the sums follow from the plan"
         else:
             continue
-        place = schedule.origins[row.origin] if row.origin != NONE else None
+        location = schedule.origins[row.origin] if row.origin != NONE else None
         for key in sorted(lost):
-            findings.add(BAD_LINE, place, f"`{key}` of {row.op} would be ignored: {why}", f"remove `{key}`")
+            findings.add(BAD_LINE, location, f"`{key}` of {row.op} would be ignored: {why}", f"remove `{key}`")
     findings.raise_any()
 
 
@@ -167,12 +167,12 @@ def custom_schedule(
     for rank, texts in enumerate(programs):
         rows.append([])
         for index, text in enumerate(texts):
-            place = places[rank][index] if places is not None else None
-            op = reader.read(Placed(text, place))
+            location = places[rank][index] if places is not None else None
+            op = reader.read(Placed(text, location))
             if op is not None:
-                rows[-1].append(Row(op, origin=NONE if place is None else len(origins)))
-            if place is not None:
-                origins.append(place)
+                rows[-1].append(Row(op, origin=NONE if location is None else len(origins)))
+            if location is not None:
+                origins.append(location)
     findings.raise_any()
     raw = RawSchedule(rows, origins, ends if ends is not None else [None] * len(rows), None)
     return _as_given(raw, expected, findings)
@@ -215,9 +215,9 @@ def _from_csv(
         message = f"{other.op} is no computation, and `format: csv` has only these"
         findings.add(WRONG_FORMAT, raw.place(other), message, "use `format: csv-comms`")
     computes_only = other is None and form is not ScheduleFormat.CSV_COMMS
-    for place in () if computes_only else cells.idle:
+    for location in () if computes_only else cells.idle:
         message = "an empty cell, which PyTorch refuses where communication is given"
-        findings.add(BAD_OPERATION, place, message, "remove it: cells are in the order of issue, not time steps")
+        findings.add(BAD_OPERATION, location, message, "remove it: cells are in the order of issue, not time steps")
     findings.raise_any()
     check_fit(raw, expected, findings)
     findings.raise_any()
@@ -236,13 +236,13 @@ def _refuse_unknown(text: str, file: str, findings: Findings) -> None:
     """PP137 for a text that begins like no format."""
     lines = enumerate(LINE_BREAK.split(text), start=1)
     number, line = next((number, line) for number, line in lines if line.strip())
-    place = Location(file, number, 1, len(line))
+    location = Location(file, number, 1, len(line))
     fix = (
         "a CSV has a line for each rank, such as `0F0,0F1,0B0,0B1`; a text `rank 0: 0F0 0F1 0B0 0B1`; Fleet's static "
         "scheduler prints `f0;f1;b0;b1;`"
     )
     message = "PyTorch's CSV, the strings of Fleet and our text form all begin differently"
-    findings.add(WRONG_FORMAT, place, message, fix)
+    findings.add(WRONG_FORMAT, location, message, fix)
     findings.raise_any()
 
 
@@ -285,8 +285,8 @@ def convert_schedule(foreign: ForeignSchedule, format: str, *, only_computations
     try:
         return _converted(foreign, ScheduleFormat(format), only_computations=only_computations)
     except InexpressibleError as error:
-        place = foreign.origins[error.row.origin] if error.row is not None and error.row.origin != NONE else None
-        raise ScheduleFileError(INEXPRESSIBLE.finding(str(error), place, error.help)) from None
+        location = foreign.origins[error.row.origin] if error.row is not None and error.row.origin != NONE else None
+        raise ScheduleFileError(INEXPRESSIBLE.finding(str(error), location, error.help)) from None
 
 
 def _converted(foreign: ForeignSchedule, form: ScheduleFormat, *, only_computations: bool) -> str:

@@ -81,13 +81,13 @@ def _check_ranks(schedule: RawSchedule, expected: Expected, findings: Findings) 
                 f"rank {rank} computes nothing",
                 "give it a stage, or remove the rank",
             )
-    found, wanted = len(schedule.rows), expected.num_ranks
-    if wanted is not None and found != wanted:
-        place = schedule.ends[-1]
-        if found > wanted and schedule.rows[wanted]:
-            place = schedule.place(schedule.rows[wanted][0])
-        message = f"the schedule has {found} rank{'s' if found > 1 else ''}, and topology.pp is {wanted}"
-        findings.add(WRONG_RANKS, place, message, f"set topology.pp to {found}, or take a schedule for {wanted}")
+    actual, wanted = len(schedule.rows), expected.num_ranks
+    if wanted is not None and actual != wanted:
+        location = schedule.ends[-1]
+        if actual > wanted and schedule.rows[wanted]:
+            location = schedule.place(schedule.rows[wanted][0])
+        message = f"the schedule has {actual} rank{'s' if actual > 1 else ''}, and topology.pp is {wanted}"
+        findings.add(WRONG_RANKS, location, message, f"set topology.pp to {actual}, or take a schedule for {wanted}")
 
 
 def _check_micro_batches(schedule: RawSchedule, expected: Expected, findings: Findings) -> None:
@@ -141,9 +141,9 @@ def _wrong_number(schedule: RawSchedule, row: Row, message: str, largest: int, f
 def _check_stages(schedule: RawSchedule, expected: Expected, findings: Findings) -> None:
     holders = _holders_of_stages(schedule, expected)
     num_stages = expected.num_stages if expected.num_stages is not None else len(holders)
-    found = {stage for (stage, _), _ in schedule.first_of_stages() if stage in holders}
-    if expected.placement is None and found == set(range(len(found))) and len(found) != num_stages:
-        _wrong_count(schedule, len(found), num_stages, findings)
+    present = {stage for (stage, _), _ in schedule.first_of_stages() if stage in holders}
+    if expected.placement is None and present == set(range(len(present))) and len(present) != num_stages:
+        _wrong_count(schedule, len(present), num_stages, findings)
         return
     for (stage, rank), row in schedule.first_of_stages():
         if stage >= num_stages:
@@ -170,14 +170,14 @@ def _check_stages(schedule: RawSchedule, expected: Expected, findings: Findings)
         findings.add(WRONG_STAGES, schedule.ends[at_fault], message)
 
 
-def _wrong_count(schedule: RawSchedule, found: int, wanted: int, findings: Findings) -> None:
+def _wrong_count(schedule: RawSchedule, actual: int, wanted: int, findings: Findings) -> None:
     """Stages in good order, but more or fewer than the plan has."""
     beyond = [row for (stage, _), row in schedule.first_of_stages() if stage == wanted]
-    place = schedule.place(beyond[0]) if beyond else schedule.ends[-1]
-    message = f"the schedule has stages 0..{found - 1}, and the plan {wanted} stage{'s' if wanted > 1 else ''}"
-    chunks, rest = divmod(found, len(schedule.rows))
+    location = schedule.place(beyond[0]) if beyond else schedule.ends[-1]
+    message = f"the schedule has stages 0..{actual - 1}, and the plan {wanted} stage{'s' if wanted > 1 else ''}"
+    chunks, rest = divmod(actual, len(schedule.rows))
     fix = f"set schedule.num_chunks to {chunks}" if not rest else "list the stages of each rank as schedule.placement"
-    findings.add(WRONG_STAGES, place, message, f"{fix}, if the schedule is as it should be")
+    findings.add(WRONG_STAGES, location, message, f"{fix}, if the schedule is as it should be")
 
 
 def _holders_of_stages(schedule: RawSchedule, expected: Expected) -> dict[int, tuple[int, ...]]:

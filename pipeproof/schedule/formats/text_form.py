@@ -130,14 +130,14 @@ def _placement(text: str) -> str:
 
 def _parts(text: str) -> tuple[TensorPart, ...]:
     """The parts of a packed message: a string with the JSON of their members, types, placements, dims and shapes."""
-    found = decode_json(unquoted(text))
-    if not isinstance(found, list) or not all(isinstance(part, list) and len(part) == _NUM_FIELDS for part in found):
+    parsed = decode_json(unquoted(text))
+    if not isinstance(parsed, list) or not all(isinstance(part, list) and len(part) == _NUM_FIELDS for part in parsed):
         raise ValueError(f"{shortened(text)} is no list of parts")
-    if not all(isinstance(value, str) for part in found for value in part):
+    if not all(isinstance(value, str) for part in parsed for value in part):
         raise ValueError(f"{shortened(text)} has a value that is no string")
     return tuple(
         TensorPart(member, to_shape(shape), dtype, _placement(placement), dims, index)
-        for index, (member, dtype, placement, dims, shape) in enumerate(found)
+        for index, (member, dtype, placement, dims, shape) in enumerate(parsed)
     )
 
 
@@ -311,15 +311,15 @@ class _Reader:
         if not self._ranks and not self._findings.found:
             self._findings.add(NO_OPERATIONS, self._start, "the program has no ranks", "write `rank 0: 0F0 0B0`")
         self._findings.raise_any()
-        for rank, place in self._whole:
-            row = self._ranks[rank][place]
-            self._ranks[rank][place] = replace(row, stop=self._tensors[row.tensor].numel)
+        for rank, position in self._whole:
+            row = self._ranks[rank][position]
+            self._ranks[rank][position] = replace(row, stop=self._tensors[row.tensor].numel)
         rows = tuple(map(tuple, self._ranks))
         groups = tuple(group for group, _ in self._groups)
         return ProgramFile(rows, tuple(self._tensors), groups, tuple(self._origins), tuple(self._ends))
 
-    def _bad(self, place: Placed, message: str, help: str | None = None) -> None:
-        self._findings.add(BAD_LINE, place.location, message, help)
+    def _bad(self, text: Placed, message: str, help: str | None = None) -> None:
+        self._findings.add(BAD_LINE, text.location, message, help)
 
     def _declare(self, word: str, name: Placed, rest: Placed) -> None:
         self._num_declared[word] += 1  # whether or not it can be read
@@ -339,14 +339,14 @@ class _Reader:
 
     def _rows(self, text: Placed) -> None:
         self._ends[-1] = end_of(text)
-        place, stop = 0, len(text.text.rstrip())
-        while place < stop:
-            match = _ROW.match(text.text, place)
+        offset, stop = 0, len(text.text.rstrip())
+        while offset < stop:
+            match = _ROW.match(text.text, offset)
             if match is None:
-                start = stop - len(text.text[place:].strip())
+                start = stop - len(text.text[offset:].strip())
                 self._bad(text.part(start, stop), "attributes follow their operation in braces, without a blank")
                 return
-            place = match.end()
+            offset = match.end()
             word = text.part(*match.span(1))
             op = self._ops.read(word)
             fields = self._fields(text.part(*match.span(2))) if match[2] else {}
@@ -377,7 +377,7 @@ class _Reader:
             if value >= count:
                 last = f"the last is {count - 1}" if count else "there is none"
                 self._bad(word, f"there is no {what} {value}: {last}")
-        for group, place in self._groups:
+        for group, name in self._groups:
             ranks = group.ranks
             if not ranks or len(set(ranks)) < len(ranks) or max(ranks) >= len(self._ranks):
-                self._bad(place, f"a group has different ranks of 0..{len(self._ranks) - 1}, found {list(ranks)}")
+                self._bad(name, f"a group has different ranks of 0..{len(self._ranks) - 1}, found {list(ranks)}")

@@ -92,35 +92,35 @@ def to_reduction(text: str) -> str:
 
 
 def attributes(
-    text: Placed, known: Mapping[str, tuple[Callable[[str], object], str]], findings: Findings
+    text: Placed, readers: Mapping[str, tuple[Callable[[str], object], str]], findings: Findings
 ) -> Iterator[tuple[str, object, Placed]]:
     """Key, value and the place of each attribute in ``text``.
 
-    ``known`` gives for each key what reads its value and an example. Anything
+    ``readers`` gives for each key what reads its value and an example. Anything
     else, and a key that comes twice, is a finding (PP133).
     """
     seen: set[str] = set()
-    place = 0
-    while rest := text.text[place:].lstrip():
-        place = len(text.text) - len(rest)
-        match = _ATTRIBUTE.match(text.text, place)
+    offset = 0
+    while rest := text.text[offset:].lstrip():
+        offset = len(text.text) - len(rest)
+        match = _ATTRIBUTE.match(text.text, offset)
         if match is None:
-            word = text.part(place, place + len(rest.split()[0]))
+            word = text.part(offset, offset + len(rest.split()[0]))
             message = f"`{shortened(word.text)}` is not `key=value`"
-            findings.add(BAD_LINE, word.location, message, f"keys here: {', '.join(known)}")
-            place += len(word.text)
+            findings.add(BAD_LINE, word.location, message, f"keys here: {', '.join(readers)}")
+            offset += len(word.text)
             continue
-        place = match.end()
-        word, key = text.part(match.start(), place), match[1]
-        if key not in known:
-            near = nearest_name(key, known)
-            fix = f"did you mean `{near}`?" if near else f"keys here: {', '.join(known)}"
+        offset = match.end()
+        word, key = text.part(match.start(), offset), match[1]
+        if key not in readers:
+            near = nearest_name(key, readers)
+            fix = f"did you mean `{near}`?" if near else f"keys here: {', '.join(readers)}"
             findings.add(BAD_LINE, word.location, f"there is no attribute `{shortened(key)}`", fix)
         elif key in seen:
             findings.add(BAD_LINE, word.location, f"`{key}` is given twice")
         else:
             seen.add(key)
-            read, example = known[key]
+            read, example = readers[key]
             try:
                 yield key, read(match[2]), word
             except ValueError:

@@ -64,16 +64,16 @@ class BuildingBlock:
     turn: int
     """Slots from a micro-batch's first I on rank p - 1 to its second."""
 
-    def windows(self, place: int, num_micro_batches: int) -> list[tuple[int, int]]:
+    def windows(self, position: int, num_micro_batches: int) -> list[tuple[int, int]]:
         """The first and the due slot of each micro-batch at one place; places count from 0 to 4p - 1."""
-        way, passed = divmod(place, self.num_ranks)
+        way, passed = divmod(position, self.num_ranks)
         down = self.num_ranks - 1 - passed  # ranks still to go to rank p - 1
         first_cycle = 3 * self.num_ranks - 1
         cycles = range(first_cycle, first_cycle + _CYCLE * num_micro_batches, _CYCLE)
         match way:
             case 0:
                 ahead = min(self.num_ahead, num_micro_batches)
-                early = [(place + 2 * k, first_cycle - 2 * (self.num_ahead - k) - down) for k in range(ahead)]
+                early = [(position + 2 * k, first_cycle - 2 * (self.num_ahead - k) - down) for k in range(ahead)]
                 return early + [
                     (cycle + 4 - self.hop * down, cycle + 4 - down) for cycle in cycles[: num_micro_batches - ahead]
                 ]
@@ -110,8 +110,8 @@ def repeated(block: BuildingBlock, num_micro_batches: int) -> Schedule:
             else:
                 continue
             num_left -= 1
-        for place in moved:
-            num_done[place + 1] += 1  # at the end of the slot: no rank continues with it before
+        for position in moved:
+            num_done[position + 1] += 1  # at the end of the slot: no rank continues with it before
     return Schedule(tuple(tuple(rank.program) for rank in ranks))
 
 
@@ -140,7 +140,8 @@ class _Rank:
         self.weights: deque[Op] = deque()
         """The W of I that have run, oldest first."""
         self._ways = [
-            _way(place, block, num_micro_batches) for place in (rank, 2 * p - 1 - rank, 2 * p + rank, 4 * p - 1 - rank)
+            _way(position, block, num_micro_batches)
+            for position in (rank, 2 * p - 1 - rank, 2 * p + rank, 4 * p - 1 - rank)
         ]
         self._num_forwards_left = 2 * num_micro_batches
         self._num_free = 2 * block.num_ahead
@@ -179,11 +180,11 @@ class _Rank:
         self._num_free += 1
 
 
-def _way(place: int, block: BuildingBlock, num_micro_batches: int) -> _Way:
-    windows = block.windows(place, num_micro_batches)
+def _way(position: int, block: BuildingBlock, num_micro_batches: int) -> _Way:
+    windows = block.windows(position, num_micro_batches)
     micro_batches = range(num_micro_batches)
-    if place < 2 * block.num_ranks:
-        return _Way(place, windows, stage_ops(OpKind.FORWARD, place, micro_batches), [])
-    stage = 4 * block.num_ranks - 1 - place
+    if position < 2 * block.num_ranks:
+        return _Way(position, windows, stage_ops(OpKind.FORWARD, position, micro_batches), [])
+    stage = 4 * block.num_ranks - 1 - position
     input_gradients = stage_ops(OpKind.BACKWARD_INPUT, stage, micro_batches)
-    return _Way(place, windows, input_gradients, stage_ops(OpKind.BACKWARD_WEIGHT, stage, micro_batches))
+    return _Way(position, windows, input_gradients, stage_ops(OpKind.BACKWARD_WEIGHT, stage, micro_batches))

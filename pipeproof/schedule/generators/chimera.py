@@ -59,7 +59,7 @@ def _entries(num_ranks: int, num_micro_batches: int) -> Iterator[tuple[int, bool
     for first in range(0, num_micro_batches, num_ranks):
         num_left = min(num_ranks, num_micro_batches - first)
         num_at_0 = (num_left + 1) // 2
-        for place in range(num_left):
-            enters_at_0 = place < num_at_0
-            index = place if enters_at_0 else place - num_at_0
-            yield first + place, enters_at_0, 2 * first + 2 * index
+        for offset in range(num_left):
+            enters_at_0 = offset < num_at_0
+            index = offset if enters_at_0 else offset - num_at_0
+            yield first + offset, enters_at_0, 2 * first + 2 * index

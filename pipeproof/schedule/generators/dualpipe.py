@@ -28,10 +28,10 @@ def dualpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     folded_ranks = [min(rank, num_ranks - 1 - rank) for rank in range(num_ranks)]
     return Schedule(
         tuple(
-            _unfolded(folded.programs[place], num_ranks, num_micro_batches, from_rank_0=place == rank)
-            for rank, place in enumerate(folded_ranks)
+            _unfolded(folded.programs[folded_rank], num_ranks, num_micro_batches, from_rank_0=folded_rank == rank)
+            for rank, folded_rank in enumerate(folded_ranks)
         ),
-        tuple(folded.pairs[place] for place in folded_ranks),
+        tuple(folded.pairs[folded_rank] for folded_rank in folded_ranks),
     )
 
 

@@ -78,8 +78,8 @@ def _cool_down(writer: _Writer, rank: int, num_behind: int) -> None:
         writer.backward(_BACK, OpKind.BACKWARD)
         writer.pair(_BACK)
     num_whole = rank + 1
-    for place in range(2 * num_whole):
-        writer.backward((_BACK, _OUT)[place % 2], OpKind.BACKWARD if place < num_whole else OpKind.BACKWARD_INPUT)
+    for number in range(2 * num_whole):
+        writer.backward((_BACK, _OUT)[number % 2], OpKind.BACKWARD if number < num_whole else OpKind.BACKWARD_INPUT)
     for _ in range(num_behind):
         writer.weight()
         writer.backward(_OUT, OpKind.BACKWARD_INPUT)

@@ -79,9 +79,9 @@ def best_order(work: Workload) -> Schedule:
     """The best of all that is tried."""
     enough = work.least_makespan()
     best: tuple[Time, Schedule | ListSchedule] | None = None
-    for makespan, found in _tries(work):
+    for makespan, candidate in _tries(work):
         if best is None or makespan < best[0]:
-            best = makespan, found
+            best = makespan, candidate
         if makespan <= enough:
             break
     assert best is not None
@@ -93,8 +93,8 @@ def _tries(work: Workload) -> Iterator[tuple[Time, Schedule | ListSchedule]]:
     for schedule in fixed_orders(work):
         yield asap(schedule, work.costs).makespan, schedule
     for rule in _RULES[: max(1, _MAX_OPERATIONS // work.num_operations)]:
-        found = list_schedule(work, rule)
-        yield found.makespan, found
+        candidate = list_schedule(work, rule)
+        yield candidate.makespan, candidate
 
 
 # Orders of the literature for a workload, which ``optimal`` tries before it uses times.
@@ -144,7 +144,7 @@ def _round_robin_orders(work: Workload) -> Iterator[Schedule]:
     places = [limit if limit < num_batches else num_stages + num_batches for limit in limits]
     seen = set()
     for more in (0, max(0, num_batches - num_stages), last):  # 1F1B and ZB-H1; ZB-H2 for few micro-batches; ZB-H2
-        wanted = (min(last - stage + min(last - stage, more), place - 1) for stage, place in enumerate(places))
+        wanted = (min(last - stage + min(last - stage, more), capacity - 1) for stage, capacity in enumerate(places))
         warmups = tuple(accumulate(wanted, min))  # what the stage before does not begin with would never come
         for latest in (
             (0,) * num_stages,
@@ -152,7 +152,7 @@ def _round_robin_orders(work: Workload) -> Iterator[Schedule]:
             (num_batches,) * num_stages,
         ):
             lags = tuple(
-                min(lag, place - 1 - warmup) for lag, place, warmup in zip(latest, places, warmups, strict=True)
+                min(lag, capacity - 1 - warmup) for lag, capacity, warmup in zip(latest, places, warmups, strict=True)
             )
             if (warmups, lags) not in seen:
                 seen.add((warmups, lags))

@@ -105,4 +105,4 @@ def round_robin(
 def _in_order(kind: OpKind, stages: Iterable[int], num_micro_batches: int, places: Iterable[int]) -> list[Op]:
     """The operations of all chunks in the order of ``places``: chunk by chunk, each its micro-batches in order."""
     ops = [op for stage in stages for op in stage_ops(kind, stage, range(num_micro_batches))]
-    return [ops[place] for place in places]
+    return [ops[position] for position in places]

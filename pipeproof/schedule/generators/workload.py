@@ -109,8 +109,8 @@ def make_workload(
     if num_micro_batches < 1:
         raise ValueError(f"{num_micro_batches} micro-batches are nothing to schedule")
     times = [
-        _fractions(name, given, len(rank_of))
-        for name, given in (
+        _fractions(name, stage_times, len(rank_of))
+        for name, stage_times in (
             ("forward", costs.forward),
             ("backward_input", costs.backward_input),
             ("backward_weight", costs.backward_weight),

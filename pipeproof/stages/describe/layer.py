@@ -260,12 +260,12 @@ class Exchange(NamedTuple):
 def exchanges(collectives: Sequence[Collective]) -> tuple[Exchange, ...]:
     """The exchanges of a computation with these collectives, in order."""
     result: list[Exchange] = []
-    for place, collective in enumerate(collectives):
-        if place and _goes_with(collectives[place - 1], collective):
+    for position, collective in enumerate(collectives):
+        if position and _goes_with(collectives[position - 1], collective):
             result[-1] = result[-1]._replace(num_collectives=result[-1].num_collectives + 1)
         else:
             is_overlap_point = collective.axis == "ep" and collective.per_token
-            is_late = is_overlap_point and place > 0 and _announces(collectives[place - 1])
+            is_late = is_overlap_point and position > 0 and _announces(collectives[position - 1])
             result.append(Exchange(1, is_overlap_point, is_late))
     return tuple(result)
 

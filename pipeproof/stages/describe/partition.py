@@ -77,18 +77,18 @@ def gpt_stages(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
     return plan.stages
 
 
-def _require_known(stages: Sequence[Sequence[str]], known: Sequence[str]) -> None:
+def _require_known(stages: Sequence[Sequence[str]], layer_names: Sequence[str]) -> None:
     for stage, names in enumerate(stages):
         for index, name in enumerate(names):
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+            if name not in layer_names:
+                near = difflib.get_close_matches(name, layer_names, n=1)
                 hint = f"did you mean `{near[0]}`? " if near else ""
                 raise BadPlanAtError(
                     Finding(
                         UNKNOWN_LAYER.code,
                         Severity.ERROR,
                         f"stage {stage} names the layer `{name}`, which the model does not have",
-                        help=f"{hint}the layers are {names_text(known)}",
+                        help=f"{hint}the layers are {names_text(layer_names)}",
                     ),
                     ("stages", stage, index),
                 )

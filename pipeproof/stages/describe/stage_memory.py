@@ -123,8 +123,8 @@ def is_flash(plan: PlanSpec) -> bool:
 
 def product_inputs(plan: PlanSpec) -> str:
     """``memory.product_inputs`` with the type of ``cost.analytic`` in place of ``matmul_dtype``."""
-    given, analytic = plan.memory.product_inputs, plan.cost.analytic
-    return given if given != "matmul_dtype" or analytic is None else analytic.matmul_dtype or "dtype"
+    declared, analytic = plan.memory.product_inputs, plan.cost.analytic
+    return declared if declared != "matmul_dtype" or analytic is None else analytic.matmul_dtype or "dtype"
 
 
 def gpt_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:

@@ -105,17 +105,17 @@ def stored_hash_tables(plan: PlanSpec) -> dict[str, npt.NDArray[np.int64]]:
     assert moe is not None
     assert moe.hash_tables is not None
     at, path = ("model", "moe", "hash_tables"), Path(moe.hash_tables.path)
-    shape, found = (plan.gpt.num_token_ids, moe.top_k), dict[int, npt.NDArray[np.int64]]()
+    shape, by_layer = (plan.gpt.num_token_ids, moe.top_k), dict[int, npt.NDArray[np.int64]]()
     try:
         for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-            found |= _tables_of_file(file)
+            by_layer |= _tables_of_file(file)
     except (OSError, *MALFORMED) as error:
         message = f"the tables of `{path}` cannot be read: {error}"
         raise BadPlanAtError(Finding("PP106", Severity.ERROR, message), (*at, "path")) from None
     tables = {}
     for name in hash_names(plan.gpt):
         number = int(name.split(".")[1])
-        table = found.get(number, np.empty(0, dtype=np.int64))
+        table = by_layer.get(number, np.empty(0, dtype=np.int64))
         if (fault := _fault_of(table, shape, moe.num_experts)) is not None:
             message = f"layers.{number}.ffn.gate.tid2eid of `{path}` {fault}"
             raise BadPlanAtError(Finding("PP106", Severity.ERROR, message), (*at, "path"))

@@ -130,12 +130,12 @@ class CompressedMath:
     def _windows(self, row: int, length: int) -> list[tuple[int, bool]]:
         """The first token of each window of a row, and whether it is the first window of a document."""
         documents, begin = list(self.spec.documents or [length]), 0
-        found: list[tuple[int, bool]] = []
+        windows: list[tuple[int, bool]] = []
         for size in (documents * 2)[row % len(documents) :][: len(documents)]:
             if self.rate is not None:
-                found += [(begin + i * self.rate, i == 0) for i in range(size // self.rate)]
+                windows += [(begin + i * self.rate, i == 0) for i in range(size // self.rate)]
             begin += size
-        return found
+        return windows
 
     def _seen(self, rows: int, length: int) -> Choice:
         """True where a query sees a token, or an entry without an indexer's choice: [B, S, N]."""

@@ -176,13 +176,13 @@ def _is_like(value: Any, node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found, waiting = set(), list(nodes)
+    ancestors, waiting = set(), list(nodes)
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             waiting += node.all_input_nodes
-    return found
+    return ancestors
 
 
 def _of_several(graph: fx.Graph, gradients: Mapping[int, fx.Node]) -> set[fx.Node]:

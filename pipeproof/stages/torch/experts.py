@@ -193,12 +193,12 @@ class Places(NamedTuple):
 
     def to_rows(self, values: Tensor) -> Tensor:
         """The value [V / k, H] of the token of each row [n, H]. Its gradient is the sum over the token's rows."""
-        (rows,) = OPS.autograd_node(lambda own: (self._taken(own),), lambda given: (self._summed(given),), values)
+        (rows,) = OPS.autograd_node(lambda own: (self._taken(own),), lambda gradient: (self._summed(gradient),), values)
         return rows
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """Each token's sum [V / k, H] over its rows of values [n, H]: the adjoint of ``to_rows``."""
-        (sums,) = OPS.autograd_node(lambda own: (self._summed(own),), lambda given: (self._taken(given),), values)
+        (sums,) = OPS.autograd_node(lambda own: (self._summed(own),), lambda gradient: (self._taken(gradient),), values)
         return sums
 
     def _taken(self, values: Tensor) -> Tensor:
@@ -260,11 +260,11 @@ class TorchBalance(Balance):
         assert self._moe is not None
         outputs = OPS.widened(logits.detach())
         with torch.no_grad():
-            found = {name: _LOSSES[name](outputs, self._moe, weight) for name, weight in self._weights.items()}
-            losses = {name: loss for name, (loss, _) in found.items()}
+            by_name = {name: _LOSSES[name](outputs, self._moe, weight) for name, weight in self._weights.items()}
+            losses = {name: loss for name, (loss, _) in by_name.items()}
             if not logits.requires_grad:
                 return losses, None
-            return losses, functools.reduce(torch.add, [slope for _, slope in found.values()]).to(logits.dtype)
+            return losses, functools.reduce(torch.add, [slope for _, slope in by_name.values()]).to(logits.dtype)
 
 
 def _even_loads(logits: Tensor, moe: MoeSpec, weight: float) -> tuple[Tensor, Tensor]:

@@ -145,9 +145,9 @@ def captured_graphs(
     raise NotCapturedError(f"its graph would keep {capture.kept} bytes, and eager mode keeps {by_eager}")
 
 
-def values_of(addend: Addend, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def values_of(addend: Addend, graph_outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradient, or the two factors of it, among the outputs of W."""
-    values = [found[n] for n in addend.outputs]
+    values = [graph_outputs[n] for n in addend.outputs]
     return [value.t() for value in reversed(values)] if addend.is_transposed else values
 
 
@@ -221,11 +221,11 @@ class _Capture:
 
         def call(inputs: list[Any]) -> Sequence[Any]:
             saved = [inputs[n] for n in graphs.direct]
-            found = run_input(inputs)
+            graph_outputs = run_input(inputs)
             gradients: list[Any] = [None] * number
-            for n, gradient in zip(positions, found, strict=False):
+            for n, gradient in zip(positions, graph_outputs, strict=False):
                 gradients[n] = gradient
-            leave([*saved, *found[len(positions) :]])
+            leave([*saved, *graph_outputs[len(positions) :]])
             return gradients
 
         return _marked(call)
@@ -235,11 +235,11 @@ class _Capture:
     ) -> Callable[[list[Any]], None]:
         """A function that leaves W with its inputs."""
         places = [node for node in graphs.weight_graph.graph.nodes if node.op == "placeholder"]
-        given = [example[n] for n in graphs.direct]
-        given += [node.meta["val"] for node in places[len(given) :]]
+        examples = [example[n] for n in graphs.direct]
+        examples += [node.meta["val"] for node in places[len(examples) :]]
         fixed = {**options, "static_input_idxs": ()} if options else {}
         of_weights = graphs.weight_graph
-        run = named_errors(self._compile(of_weights, given, **fixed), of_weights, "weight gradients")
+        run = named_errors(self._compile(of_weights, examples, **fixed), of_weights, "weight gradients")
         addends = [(addend.weight, self._adder(addend)) for addend in graphs.addends]
         return lambda inputs: self._defer(partial(_weight_work, run, inputs, addends, self._weights))
 
@@ -247,9 +247,9 @@ class _Capture:
 def _weight_work(
     run: Compiled, inputs: list[Any], addends: Sequence[tuple[int, Adder]], weights: Mapping[int, Any],
 ) -> None:  # fmt: skip
-    found = run(inputs)
+    graph_outputs = run(inputs)
     for number, add in addends:
-        add(weights[number], found)
+        add(weights[number], graph_outputs)
 
 
 def _marked(call: Callable[[list[Any]], Sequence[Any]]) -> Compiled:
@@ -297,8 +297,8 @@ def _compiled_autograd(graph: fx.GraphModule, example: Sequence[Any], capture: _
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import lowerings, make_fallback, require_contiguous
 
-    def compile_graph(part: fx.GraphModule, given: Sequence[Any], **options: Any) -> Compiled:
-        return (capture.backward if options.get("is_backward") else capture.forward)(part, given, **options)
+    def compile_graph(part: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
+        return (capture.backward if options.get("is_backward") else capture.forward)(part, examples, **options)
 
     # An embedding's gradient stays one operation: W has it then, and its kernel adds in one order.
     table = {op: rule for op, rule in select_decomp_table().items() if op is not _EMBEDDING}

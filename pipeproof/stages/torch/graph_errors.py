@@ -67,9 +67,9 @@ def _module_path(path: str) -> str:
 
 
 def _text(error: Exception, sources: dict[str, _Source], what: str) -> str:
-    operation, found = _place(error, sources)
-    module = next((source.module for source in reversed(found) if source.module), "")
-    line = next((source.line for source in reversed(found) if source.line), "")
+    operation, origins = _place(error, sources)
+    module = next((source.module for source in reversed(origins) if source.module), "")
+    line = next((source.line for source in reversed(origins) if source.line), "")
     where = f"{operation or 'an operation'}{f' of module `{module}`' if module else ''} in the graph of the {what}"
     message = str(error).strip()
     return f"{where} raised {type(error).__name__}: {message}{f' ({line})' if line else ''}"

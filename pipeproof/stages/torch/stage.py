@@ -240,9 +240,9 @@ def with_member(work_item: WorkItem, member: Boundary, received: Tensor, *, batc
     else:
         tokens, dim = values.to(torch.int64), 1 if batch_first else 0
         length = tokens.shape[dim]
-        known, last = labels.split([length - 1, 1], dim)
+        leading_labels, last = labels.split([length - 1, 1], dim)
         next_tokens = tokens.narrow(dim, 1, length - 1)
-        labels = torch.cat([torch.where(known == IGNORED, IGNORED, next_tokens), last], dim)
+        labels = torch.cat([torch.where(leading_labels == IGNORED, IGNORED, next_tokens), last], dim)
     return replace(work_item, streams=(MtpStream(tokens, labels), *work_item.streams[1:]))
 
 

@@ -195,7 +195,7 @@ class _Engine:
                     self._readers.setdefault(operand.text, []).append((number, statement))
         return self._readers.get(name, [])
 
-    def _compare_with_target(self, name: str, value: TensorValue, found: dict[tuple[int, str], Finding]) -> None:
+    def _compare_with_target(self, name: str, value: TensorValue, findings: dict[tuple[int, str], Finding]) -> None:
         if self._target is None:
             return
         meta = self._target[name]
@@ -208,8 +208,8 @@ class _Engine:
         if message is not None:
             made_by = self._made_by.get(name)
             location = None if made_by is None else made_by.location
-            key = location.line if location else -len(found) - 1, "the target"
-            found.setdefault(key, SIZE_MISMATCH.finding(message, location, fix))
+            key = location.line if location else -len(findings) - 1, "the target"
+            findings.setdefault(key, SIZE_MISMATCH.finding(message, location, fix))
 
 
 def _require_matching(statement: Statement, inputs: list[TensorValue], axis: int, regrouping: Regrouping) -> None:

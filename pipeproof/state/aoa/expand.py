@@ -201,9 +201,9 @@ class _NameState:
         if text in self.removed and text not in self._assigned:
             yield NO_EFFECT.finding(f"`{text}` was removed before", name.location, "read it first, or keep it")
         elif text not in self._assigned and text not in self._source:
-            known = self._source | self._assigned.keys()
+            names = self._source | self._assigned.keys()
             message = f"there is no `{text}`, neither in the source nor as the result of an earlier statement"
-            yield UNKNOWN_TENSOR.finding(message, name.location, self._suggestion(name, known))
+            yield UNKNOWN_TENSOR.finding(message, name.location, self._suggestion(name, names))
 
     def _check_assignment(self, name: Name, reads: AbstractSet[str], before: list[str]) -> Iterator[Finding]:
         text = name.text
@@ -221,8 +221,8 @@ class _NameState:
             message = f"`{text}` of the source is overwritten here, and nothing has read it"
             yield NO_EFFECT.finding(message, name.location, f"write `{text} -> NAME` before, or `{text} -> _`")
 
-    def _suggestion(self, name: Name, known: AbstractSet[str]) -> str:
-        nearest_text = nearest(name.text, known)
+    def _suggestion(self, name: Name, names: AbstractSet[str]) -> str:
+        nearest_text = nearest(name.text, names)
         return (
             f"did you mean `{nearest_text}`?"
             if nearest_text
@@ -294,7 +294,7 @@ class NameList:
         for candidate in self.beginning(_prefix(text)):
             match = pattern.fullmatch(candidate)
             if match is not None:
-                numbers = dict(zip(tags, (int(match.groups()[place]) for place in places), strict=True))
+                numbers = dict(zip(tags, (int(match.groups()[position]) for position in places), strict=True))
                 combinations.add(tuple((tag, numbers[tag]) for tag in IDS if tag in numbers))
         return sorted(combinations, key=lambda ids: [number for _, number in ids])
 
@@ -325,9 +325,9 @@ def by_form(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the known name that was probably meant. Names that differ by numbers only are compared once."""
-    forms = by_form(known)
+    forms = by_form(names)
     near = nearest_name(_COUNTED.sub("0", name), forms)
     if near is None:
         return None

@@ -97,8 +97,8 @@ def _require_known_tags(name: str, start: int, locate: Locator) -> None:
     wrong = _TAG.search(name)
     if wrong is not None:
         location = locate(start + wrong.start(), start + wrong.end())
-        known = ", ".join(f"`{tag}`" for tag in IDS)
-        raise AoaError(UNREADABLE.finding(f"`{wrong[0]}` is no placeholder", location, f"known are {known}"))
+        choices = ", ".join(f"`{tag}`" for tag in IDS)
+        raise AoaError(UNREADABLE.finding(f"`{wrong[0]}` is no placeholder", location, f"known are {choices}"))
 
 
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups")

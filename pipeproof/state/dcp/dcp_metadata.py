@@ -146,12 +146,12 @@ def _is_allowed(global_name: GlobalName) -> bool:
 def _metadata(path: Path, metadata: Mapping[str, Any]) -> DcpMetadata:
     stored = dict[tuple[str, tuple[int, ...] | None], DcpObject]()
     for index, info in metadata["storage_data"].items():
-        fields, place = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
-        if place.get("transform_descriptors"):
-            transforms = ", ".join(map(str, place["transform_descriptors"]))
+        fields, storage = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
+        if storage.get("transform_descriptors"):
+            transforms = ", ".join(map(str, storage["transform_descriptors"]))
             raise DcpError(f"{path}: {fields['fqn']} is stored as {transforms}", "save it without `_extensions`")
         offsets = None if fields.get("offset") is None else _sizes(fields["offset"])
-        stored[_text(fields["fqn"]), offsets] = _place(path, fields["fqn"], place)
+        stored[_text(fields["fqn"]), offsets] = _place(path, fields["fqn"], storage)
     tensors, objects = dict[str, DcpTensor](), dict[str, DcpObject]()
     for name, entry in metadata["state_dict_metadata"].items():
         if entry.global_name == GlobalName(_MODULE, "BytesStorageMetadata"):
@@ -203,8 +203,8 @@ def _dtype(path: Path, name: str, properties: Any) -> str:
 
 def _fields(path: Path, instance: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(instance, PickledObject) or instance.global_name.name != name:
-        given = instance.global_name.name if isinstance(instance, PickledObject) else type(instance).__name__
-        raise DcpError(f"{path} has {given} where DCP's {name} should be", _FIX)
+        type_name = instance.global_name.name if isinstance(instance, PickledObject) else type(instance).__name__
+        raise DcpError(f"{path} has {type_name} where DCP's {name} should be", _FIX)
     if not isinstance(instance.state, dict):
         raise DcpError(f"{path}: a {name} has no fields", _FIX)
     return instance.state

@@ -81,10 +81,10 @@ def locate_tensor(stream: BinaryIO, path: Path, name: str, dtype: str, chunk: Dc
     """
     try:
         archive, entries = _opened(_Slice(stream, chunk.start, chunk.length))
-        place, length = _content_of(stream, chunk, entries["data.pkl"])
+        pickle_start, length = _content_of(stream, chunk, entries["data.pkl"])
         if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
             raise DcpError(f"{path}: {name} is in big-endian order", "save the checkpoint on a little-endian machine")
-        call = unpickled(path, place, min(length, _MAX_PICKLE))
+        call = unpickled(path, pickle_start, min(length, _MAX_PICKLE))
         stored_dtype, key, offset, shape, strides = _tensor_of(call)
         data = entries[f"data/{key}"]
         start, num_bytes = _content_of(stream, chunk, data)

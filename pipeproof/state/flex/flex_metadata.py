@@ -127,9 +127,9 @@ class _Shapes:
                 if not len(offsets) == len(extents) == len(shape):
                     raise FlexError(f"{path}: a shard of {key} and the tensor differ in their number of dims", _FIX)
                 index_key = (key, offsets, _flat_of(fields_of_shard))
-                for known in ((*index_key, extents), (*index_key, None)):  # older releases have no shape in the index
-                    self._found[known] = fields_of_shard["dtype"], shape
-                    self._extents[known] = extents
+                for lookup in ((*index_key, extents), (*index_key, None)):  # older releases have no shape in the index
+                    self._found[lookup] = fields_of_shard["dtype"], shape
+                    self._extents[lookup] = extents
 
     def shard(self, index: Mapping[str, Any], file: str) -> FlexShard:
         key, offsets, flat = index["tensor_key"], whole_numbers(index["global_offset"]), _flat_of(index)
@@ -234,8 +234,8 @@ def open_flex(path: Path) -> Checkpoint:
             continue
         name, entry = tensor_of(shard.key, shard.dtype, shard.shape)
         if not tensors.setdefault(name, entry).is_same(entry):
-            known = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-            raise FlexError(f"{path}: {shard.key} is {known} and {entry.dtype} {list(entry.shape)}", _FIX_FILES)
+            earlier = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+            raise FlexError(f"{path}: {shard.key} is {earlier} and {entry.dtype} {list(entry.shape)}", _FIX_FILES)
         rank = _FILE.fullmatch(shard.file)
         stored.setdefault(name, []).append(
             HeldShard(_shard(name, entry, shard), int(rank[1]) if rank else None, file, array.start)

@@ -284,26 +284,26 @@ def _require_moderate(whole: Any) -> None:
 
     A few hundred bytes make lists of lists that no program walks to the end. Nothing here recurses.
     """
-    known: dict[int, tuple[int, int] | None] = {}
+    measures: dict[int, tuple[int, int] | None] = {}
     pending = [whole]
     while pending:
         value = pending[-1]
         parts = [part for part in _parts(value) if isinstance(part, dict | list | tuple | PickledObject | PersistentId)]
-        if id(value) not in known:
-            known[id(value)] = None
-            if any(known.get(id(part), ()) is None for part in parts):
+        if id(value) not in measures:
+            measures[id(value)] = None
+            if any(measures.get(id(part), ()) is None for part in parts):
                 raise UnreadablePickleError("a value contains itself")
-            pending += (part for part in parts if id(part) not in known)
+            pending += (part for part in parts if id(part) not in measures)
             continue
         pending.pop()
-        if known[id(value)] is not None:
+        if measures[id(value)] is not None:
             continue
-        sizes = [size for part in parts if (size := known[id(part)]) is not None]
+        sizes = [size for part in parts if (size := measures[id(part)]) is not None]
         num_values = len(_parts(value)) + sum(number for number, _ in sizes)
         depth = 1 + max((depth for _, depth in sizes), default=0)
         if depth > MAX_DEPTH or num_values > MAX_OPERATIONS:
             raise UnreadablePickleError(f"it is nested {depth:,} deep, with {num_values:,} values")
-        known[id(value)] = num_values, depth
+        measures[id(value)] = num_values, depth
 
 
 def _of_type(value: Any, kind: type[_T]) -> _T:

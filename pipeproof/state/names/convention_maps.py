@@ -296,8 +296,8 @@ class _Statements:
         blocks = dict.fromkeys((*self.source.roles, *self.target.roles))
         patterns = {block: self._block(block, f"layer.{_LAYER}") for block in blocks if block.startswith("layer.")}
         numbers: dict[_Statement, set[str]] = {}
-        for block, found in patterns.items():
-            for pattern in found:
+        for block, of_block in patterns.items():
+            for pattern in of_block:
                 numbers.setdefault(pattern, set()).add(block.removeprefix("layer."))
         shared = {pattern for pattern, own in numbers.items() if all(self._there(name) <= own for name in pattern.left)}
         done = set[_Statement]()

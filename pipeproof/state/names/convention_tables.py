@@ -180,8 +180,8 @@ def convention_of(name: str, model: ModelSpec) -> Convention:
         NoNamesError: PP928, the convention is unknown, or has no names for a part of the model.
     """
     if name not in _MAKERS:
-        known = ", ".join((OWN_NAMES, *_MAKERS))
-        raise NoNamesError(f"there is no naming convention `{name}`", f"known are {known}")
+        choices = ", ".join((OWN_NAMES, *_MAKERS))
+        raise NoNamesError(f"there is no naming convention `{name}`", f"known are {choices}")
     reason = _refusal(name, model)
     if reason is not None:
         raise NoNamesError(
@@ -235,15 +235,15 @@ def _parts(model: ModelSpec, sizes: tuple[str, ...] = ("num_kv_heads", "head_siz
 def _huggingface(model: ModelSpec, name: str = "huggingface") -> Convention:
     if model.compressed_attention is not None:
         return DEEPSEEK_V4
-    found = transformers_class(model, name)
-    assert found is not None, "a model without a class is refused"
-    if found.name == "GPT2":
+    model_class = transformers_class(model, name)
+    assert model_class is not None, "a model without a class is refused"
+    if model_class.name == "GPT2":
         common = _GPT2
     else:
-        common = replace(_HUGGINGFACE, block=_MIXTRAL) if found.name == "Mixtral" else _HUGGINGFACE
-        layout: dict[str, Any] = dict.fromkeys(found.layout, True)
+        common = replace(_HUGGINGFACE, block=_MIXTRAL) if model_class.name == "Mixtral" else _HUGGINGFACE
+        layout: dict[str, Any] = dict.fromkeys(model_class.layout, True)
         common = replace(common, **layout)
-    return _with_parts(common, found.tensors)
+    return _with_parts(common, model_class.tensors)
 
 
 def _megatron(model: ModelSpec) -> Convention:

@@ -91,8 +91,8 @@ def transformers_class(model: ModelSpec, convention: str = "huggingface") -> Too
     """
     if model.compressed_attention is not None:
         return _DEEPSEEK_V4
-    known = (each for each in _TRANSFORMERS if each.convention == convention and each.can_be(model))
-    return next(known, None)
+    matches = (each for each in _TRANSFORMERS if each.convention == convention and each.can_be(model))
+    return next(matches, None)
 
 
 def paddle_has(convention: str, model: ModelSpec) -> bool:
@@ -100,8 +100,8 @@ def paddle_has(convention: str, model: ModelSpec) -> bool:
 
     That Llama is not built over PaddleFleet either.
     """
-    known = (*_PADDLE, *([_PADDLE_LLAMA] if convention == "paddleformers-unfused" else []))
-    return any(each.can_be(model) for each in known)
+    classes = (*_PADDLE, *([_PADDLE_LLAMA] if convention == "paddleformers-unfused" else []))
+    return any(each.can_be(model) for each in classes)
 
 
 def common_settings(model: ModelSpec) -> dict[str, Any]:
@@ -239,10 +239,10 @@ def config_of(model: ModelSpec, dtype: str, convention: str = "huggingface") -> 
 
     The class is that of ``transformers_class``; one must exist.
     """
-    found = transformers_class(model, convention)
-    assert found is not None, "a model without a class has no names either"
-    name = f"{found.name}LMHeadModel" if found.name == "GPT2" else f"{found.name}ForCausalLM"
-    head = {"architectures": [name], "model_type": found.model_type}
+    model_class = transformers_class(model, convention)
+    assert model_class is not None, "a model without a class has no names either"
+    name = f"{model_class.name}LMHeadModel" if model_class.name == "GPT2" else f"{model_class.name}ForCausalLM"
+    head = {"architectures": [name], "model_type": model_class.model_type}
     common = {
         "vocab_size": model.num_token_ids,
         "tie_word_embeddings": model.tied_embedding,
@@ -250,8 +250,8 @@ def config_of(model: ModelSpec, dtype: str, convention: str = "huggingface") -> 
         "pad_token_id": None,
         "torch_dtype": dtype,
     }
-    if found.name == "GPT2":
-        return head | common | _gpt2_config(model, found.settings(model))
+    if model_class.name == "GPT2":
+        return head | common | _gpt2_config(model, model_class.settings(model))
     config = {
         **head,
         "num_hidden_layers": model.num_layers,
@@ -263,8 +263,8 @@ def config_of(model: ModelSpec, dtype: str, convention: str = "huggingface") -> 
         **common_settings(model),
         "attention_dropout": 0.0,
         **common,
-        **_settings(found.name, model),
-        **found.settings(model),
+        **_settings(model_class.name, model),
+        **model_class.settings(model),
     }
     if model.mla is None:
         config["head_dim"] = model.size_of_head

@@ -131,7 +131,7 @@ def _kind(mismatch: _Mismatch) -> str:
         return "zeros"
     if _experts_of(mismatch) is not None:
         return "experts"
-    names = [None if place is None else weight_name(place.name) for place in (mismatch.expected, mismatch.actual)]
+    names = [None if part is None else weight_name(part.name) for part in (mismatch.expected, mismatch.actual)]
     if None in names:
         return "other"
     expected, actual = (str(name) for name in names)
@@ -231,14 +231,14 @@ def map_of_names(convention: str, source: Checkpoint, plan: LoweredPlan | None) 
     return map_to_convention(convention, source.tensors, _model(source, None), _dtype(source))
 
 
-def require_other_names(convention: str, place: Path) -> None:
+def require_other_names(convention: str, path: Path) -> None:
     """Refuse to read pipeproof's own output under the names of other tools.
 
     Raises:
         RefusedError: The convention is not pipeproof's own.
     """
     if convention != OWN_NAMES:
-        message = f"the tensors of {place} have pipeproof's own names, and not those of `{convention}`"
+        message = f"the tensors of {path} have pipeproof's own names, and not those of `{convention}`"
         raise RefusedError(NOT_CONVERTIBLE, message, "leave `--names` out")
 
 

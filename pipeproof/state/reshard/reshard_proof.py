@@ -240,7 +240,7 @@ def _shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], targe
 def _only_vocabulary_differs(name: str, computed: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     dim = VOCABULARY_DIM.get(weight_name(name) or "")
     differ = [
-        place for place, (candidate, other) in enumerate(zip(computed, wanted, strict=False)) if candidate != other
+        index for index, (candidate, other) in enumerate(zip(computed, wanted, strict=False)) if candidate != other
     ]
     return len(computed) == len(wanted) and dim is not None and differ == [dim]
 
@@ -350,12 +350,12 @@ def _coverage_findings(source: ShardLayout, state_map: StateMap, answers: _Fault
             if copy.source is not None:
                 readers.setdefault(copy.source, []).append((copy.source_region, name))
     lost, twice = list[str](), list[str]()
-    for name, found in readers.items():
+    for name, own_readers in readers.items():
         entry = source.tensors.get(name)
-        if entry is None or any(is_outside(region, entry.shape) for region, _ in found):
+        if entry is None or any(is_outside(region, entry.shape) for region, _ in own_readers):
             continue  # reported already
         shape, whole = entry.shape, whole_region(entry.shape)
-        regions = tuple(region for region, _ in found)
+        regions = tuple(region for region, _ in own_readers)
         if regions == (whole,):
             continue
         lost_fault = answers.first_fault("never", shape, (*dict.fromkeys(regions), *state_map.dropped.get(name, ())))
@@ -363,7 +363,7 @@ def _coverage_findings(source: ShardLayout, state_map: StateMap, answers: _Fault
             lost.append(f"`{name}` {range_text(lost_fault.region, shape)}")
         repeated_fault = None if name in state_map.duplicated else answers.first_fault("again", shape, regions)
         if repeated_fault is not None:
-            to = " and ".join(dict.fromkeys(f"`{found[number][1]}`" for number in repeated_fault.holders))
+            to = " and ".join(dict.fromkeys(f"`{own_readers[number][1]}`" for number in repeated_fault.holders))
             twice.append(
                 f"`{name}` {range_text(repeated_fault.region, shape)}: {repeated_fault.num_holders} times, for {to}"
             )

@@ -44,7 +44,7 @@ def cycle_witness(subject: Subject, ops: Sequence[int]) -> CycleWitness:
     by_rank: dict[int, list[int]] = {}
     for op_id in ops:
         by_rank.setdefault(int(graph.rank[op_id]), []).append(op_id)
-    number = {op_id: place for place, op_id in enumerate(ops, start=1)}
+    number = {op_id: position for position, op_id in enumerate(ops, start=1)}
     return CycleWitness(
         tuple(subject.witness_op(op_id) for op_id in ops),
         tuple(_excerpt(subject, rank, selected, number) for rank, selected in sorted(by_rank.items())),

@@ -65,8 +65,8 @@ def shortest_cycle(waits: WaitGraph, part: BoolColumn) -> list[int]:
     if short:
         return short
     held_by: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for place in np.flatnonzero(part).tolist():
-        held_by[int(waits.target[place])].append((int(waits.source[place]), place))
+    for edge in np.flatnonzero(part).tolist():
+        held_by[int(waits.target[edge])].append((int(waits.source[edge]), edge))
     best: list[int] = []
     steps = 0
     for start in sorted(held_by):
@@ -89,13 +89,13 @@ def _one_or_two_waits(waits: WaitGraph, part: IntColumn) -> list[int]:
     size = int(max(source.max(), target.max())) + 1
     there, first = np.unique(source * size + target, return_index=True)
     back = target[first] * size + source[first]
-    place = np.searchsorted(there, back)
-    place[place == len(there)] = 0
-    found = np.flatnonzero(there[place] == back)
-    if not len(found):
+    index = np.searchsorted(there, back)
+    index[index == len(there)] = 0
+    mutual = np.flatnonzero(there[index] == back)
+    if not len(mutual):
         return []
-    one = found[np.argmin(part[first[found]])]
-    return [int(part[first[one]]), int(part[first[place[one]]])]
+    one = mutual[np.argmin(part[first[mutual]])]
+    return [int(part[first[one]]), int(part[first[index[one]]])]
 
 
 def _cycle_through(held_by: dict[int, list[tuple[int, int]]], start: int, shorter_than: int) -> tuple[list[int], int]:
@@ -108,16 +108,16 @@ def _cycle_through(held_by: dict[int, list[tuple[int, int]]], start: int, shorte
             break
         reached = []
         for node in frontier:
-            for held, place in held_by.get(node, ()):
+            for held, edge in held_by.get(node, ()):
                 steps += 1
                 if held == start:
-                    path = [place]
+                    path = [edge]
                     while node != start:
-                        node, place = came_by[node]
-                        path.append(place)
+                        node, edge = came_by[node]
+                        path.append(edge)
                     return path[::-1], steps
                 if held not in came_by:
-                    came_by[held] = (node, place)
+                    came_by[held] = (node, edge)
                     reached.append(held)
         frontier = reached
     return [], steps
@@ -191,12 +191,12 @@ class DeadlockChecker:
         An eager buffer with room for any one message holds a send back no
         longer than one slot does.
         """
-        if any(known.covers(model) for known in safe):
+        if any(other.covers(model) for other in safe):
             return True
         if model.eager_bytes is None or model.eager_bytes < self._largest_message:
             return False
         slot = replace(model, completes="slots", slots=1, eager_bytes=None)
-        return any(known.covers(slot) for known in safe)
+        return any(other.covers(slot) for other in safe)
 
     @cached_property
     def _largest_message(self) -> int:
@@ -216,8 +216,8 @@ def cycle_of(graph: OpGraph, model: ChannelModel) -> tuple[int, ...]:
     """
     waits = wait_graph(rows_of(graph, _enough_rows(graph, model)), model)
     ops: list[int] = []
-    for place in shortest_cycle(waits, cyclic_part(waits)):
-        ops += [int(waits.after[place]), int(waits.before[place])]
+    for edge in shortest_cycle(waits, cyclic_part(waits)):
+        ops += [int(waits.after[edge]), int(waits.before[edge])]
     return tuple(dict.fromkeys(op_id for op_id in ops if op_id != NONE))
 
 

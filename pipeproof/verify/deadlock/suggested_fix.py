@@ -106,14 +106,14 @@ class _Search:
     def _options(self, draft: _Draft) -> Iterator[_Draft]:
         """Changes on each rank where the cycle of the draft shows an operation that waits for an earlier one."""
         order = np.concatenate([np.array(program, dtype=np.int64) for program in draft.programs])
-        cycle = [int(order[place]) for place in cycle_of(self._build(draft), self._model)]
+        cycle = [int(order[position]) for position in cycle_of(self._build(draft), self._model)]
         stretches = [list(ops) for _, ops in groupby(cycle, key=lambda i: int(self._graph.rank[i]))]
         if len(stretches) > 1 and self._graph.rank[stretches[0][0]] == self._graph.rank[stretches[-1][-1]]:
             stretches[0] = stretches.pop() + stretches[0]
-        place = {op_id: i for program in draft.programs for i, op_id in enumerate(program)}
+        position = {op_id: i for program in draft.programs for i, op_id in enumerate(program)}
         for everywhere in (False, True):
             for stretch in stretches:
-                later, earlier = max(stretch, key=place.__getitem__), min(stretch, key=place.__getitem__)
+                later, earlier = max(stretch, key=position.__getitem__), min(stretch, key=position.__getitem__)
                 for waiting in stretch:
                     if self._rows[waiting].op.kind is OpKind.WAIT and waiting != later:
                         yield from self._moved(draft, waiting, later, "move behind", everywhere=everywhere)
@@ -207,8 +207,8 @@ class _Move:
         """The operation next to which one is put, if it may pass all before it."""
         expected = _pattern(self.rows[self.anchor].op)
         before = op_id
-        for place in range(program.index(op_id) + step, len(program) if step > 0 else -1, step):
-            at = program[place]
+        for position in range(program.index(op_id) + step, len(program) if step > 0 else -1, step):
+            at = program[position]
             there = at == self.anchor or (everywhere and _pattern(self.rows[at].op) == expected)
             if there and not beyond:
                 return before

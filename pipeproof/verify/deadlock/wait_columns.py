@@ -62,19 +62,19 @@ def rows_of(graph: OpGraph, first: int | None = None) -> Rows:
     kind, group = graph.kind[among], graph.group[among]
     transfer, wait = is_kind(kind, TRANSFER_KINDS), is_kind(kind, frozenset({OpKind.WAIT}))
     call = is_kind(kind, COLLECTIVE_KINDS) & (group != NONE)
-    here = np.zeros(graph.num_ops, dtype=bool)
+    mask = np.zeros(graph.num_ops, dtype=bool)
     part_before = graph.part_before[among]
-    here[among] = transfer | call | wait | (calls[among] != NONE) | (part_before != NONE)
-    here[part_before[part_before != NONE]] = True
+    mask[among] = transfer | call | wait | (calls[among] != NONE) | (part_before != NONE)
+    mask[part_before[part_before != NONE]] = True
     target = graph.waits_for[among[wait]]
-    here[target[target != NONE]] = True
-    chosen = here[among]
+    mask[target[target != NONE]] = True
+    chosen = mask[among]
     op, queue = among[chosen], graph.queue[among[chosen]]
     return Rows(
         graph=graph,
         call=calls,
         op=op,
-        here=here,
+        here=mask,
         rank=graph.rank[op],
         place=_places(graph, calls, op),
         is_transfer=transfer[chosen],
@@ -124,12 +124,12 @@ def _places(graph: OpGraph, calls: IntColumn, op: IntColumn) -> IntColumn:
     members = np.flatnonzero(calls[op] != NONE)
     if not len(members):
         return op
-    place, rows = op.copy(), op[members]
+    last_member, rows = op.copy(), op[members]
     _, number = np.unique(packed(graph.rank[rows], calls[rows]), return_inverse=True)
     last = np.zeros(int(number.max()) + 1, dtype=np.int64)
     np.maximum.at(last, number, rows)
-    place[members] = last[number]
-    return place
+    last_member[members] = last[number]
+    return last_member
 
 
 _Waits = tuple[IntColumn, IntColumn, IntColumn, IntColumn]
@@ -235,15 +235,15 @@ class _Writing:
             into = np.where(rows.is_send, gate + rows.op, node) if buffered else node
             return _Entries(rows.rank, into, node, rows.op, np.zeros(len(node), dtype=bool))
         at = self._at = np.unique(np.concatenate([2 * rows.place + 1, 2 * rows.place[self.opened]]))
-        place, opening = at >> 1, at % 2 == 0
-        batch = rows.call[place] != NONE
-        gated = batch | is_kind(graph.kind[place], SEND_KINDS) if buffered else batch
-        node = self.node[place]
+        last_member, opening = at >> 1, at % 2 == 0
+        batch = rows.call[last_member] != NONE
+        gated = batch | is_kind(graph.kind[last_member], SEND_KINDS) if buffered else batch
+        node = self.node[last_member]
         return _Entries(
-            rank=graph.rank[place],
-            into=np.where(opening, opens + place, np.where(gated, gate + place, node)),
-            out=np.where(opening, opened + place, np.where(batch, close + place, node)),
-            op=np.where(opening | batch, NONE, place),
+            rank=graph.rank[last_member],
+            into=np.where(opening, opens + last_member, np.where(gated, gate + last_member, node)),
+            out=np.where(opening, opened + last_member, np.where(batch, close + last_member, node)),
+            op=np.where(opening | batch, NONE, last_member),
             opens=opening,
         )
 
@@ -334,10 +334,10 @@ class _Writing:
     def _complete_calls(self) -> None:
         """A batch: its members begin together, and it is done when all of them are."""
         _, gate, close, *_ = self._blocks
-        op, place = self.rows.op[self.rows.batched], self.rows.place[self.rows.batched]
+        op, last_member = self.rows.op[self.rows.batched], self.rows.place[self.rows.batched]
         none = np.full(len(op), NONE)
-        self._add(gate + place, self.node[op], none, op)
-        self._add(self.node[op], close + place, op, none)
+        self._add(gate + last_member, self.node[op], none, op)
+        self._add(self.node[op], close + last_member, op, none)
 
     def _complete_waits(self) -> None:
         waits = self.rows.op[self.rows.is_wait]
@@ -350,12 +350,12 @@ class _Writing:
         if self.model.completes == "rendezvous":
             return
         rows, graph, gate = self.rows, self.graph, self._blocks[1]
-        op, place = rows.op[rows.is_send], rows.place[rows.is_send]
+        op, last_member = rows.op[rows.is_send], rows.place[rows.is_send]
         alone = op[rows.call[op] == NONE]
         self._add(gate + alone, alone, np.full(len(alone), NONE), alone)
         receive = graph.match[op]
         there = (receive != NONE) & rows.here[receive]
-        self._add(gate + place[there], receive[there], op[there], receive[there])
+        self._add(gate + last_member[there], receive[there], op[there], receive[there])
         sends, receives = awaited_receives(graph, self.model)
         both = rows.here[sends] & rows.here[receives]
         self._add(receives[both], sends[both], receives[both], sends[both])
@@ -364,7 +364,7 @@ class _Writing:
         if not len(self.opened):
             return
         *_, opens, opened, middle = self._blocks
-        op, place = self.rows.op[self.opened], self.rows.place[self.opened]
+        op, last_member = self.rows.op[self.opened], self.rows.place[self.opened]
         none = np.full(len(op), NONE)
-        self._add(opens + place, middle + self.connection, none, op)
-        self._add(middle + self.connection, opened + place, op, none)
+        self._add(opens + last_member, middle + self.connection, none, op)
+        self._add(middle + self.connection, opened + last_member, op, none)

@@ -204,8 +204,8 @@ class TravellingScales:
     def rows(self, forward: int, stage: int) -> Iterator[tuple[int, Coefficient]]:
         """(row, its scale) of the scaled rows between the stage of a forward and ``stage``."""
         rank, item = self.graph.rank[[forward]], self.graph.work_item[[forward]]
-        for here in range(int(self.graph.stage[forward]), stage, -1):
-            steps = self._steps(rank, here, item)
+        for current in range(int(self.graph.stage[forward]), stage, -1):
+            steps = self._steps(rank, current, item)
             for row in steps[:, 0].tolist():
                 if row != NONE and self.graph.scale[row]:
                     yield row, self._value(int(self.graph.scale[row]))
@@ -276,8 +276,8 @@ class TravellingScales:
 
 def _find(table: _Table, keys: IntColumn) -> IntColumn:
     """The row of each key; NONE where there is none."""
-    known, rows = table
-    if not len(known):
+    sorted_keys, rows = table
+    if not len(sorted_keys):
         return np.full(len(keys), NONE, dtype=np.int64)
-    place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-    return np.where(known[place] == keys, rows[place], NONE)
+    index = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
+    return np.where(sorted_keys[index] == keys, rows[index], NONE)

@@ -87,7 +87,7 @@ class CoveredRanges:
                 of_index.setdefault(int(graph.index[op]), op)
         first = dict(enumerate(of_index.values())) if named else of_index  # calls without names have the others
         calls = list(of_index.values())
-        found: dict[int, list[int]] = {op: [] for op in calls}
+        taken: dict[int, list[int]] = {op: [] for op in calls}
         self._known |= dict.fromkeys(children, ())
         for p in self._model.parameters_of.get(stage, ()):
             for op in children:
@@ -97,28 +97,28 @@ class CoveredRanges:
             return
         # A parameter that the rank holds with an earlier stage is not summed with this one, unless there are more sums.
         for held in (self._model.settled(rank, stage), self._model.parameters_of.get(stage, ())):
-            here = tuple(p for p in held if facts.parameters[p].name not in named)
-            owed: Sequence[int] = [p for p in here if self._model.is_reduced(facts.parameters[p], axis)]
-            if (axis == "pp" and not owed) or len(owed) < len(calls) == len(here):
-                owed = here
+            params = tuple(p for p in held if facts.parameters[p].name not in named)
+            owed: Sequence[int] = [p for p in params if self._model.is_reduced(facts.parameters[p], axis)]
+            if (axis == "pp" and not owed) or len(owed) < len(calls) == len(params):
+                owed = params
             if len(calls) <= len(owed):
                 break
         if facts.guessed:  # one gradient represents all of the stage's
-            found[first[min(first)]] += here
-            self._note_guessed(calls, here, found)
-        elif self._is_flat(calls, here, stage):
-            self._place(calls, here, found, {op: int(graph.start[op]) for op in calls})
-            self._explain([op for op in calls if op not in self._noted], here, owed, found)
+            taken[first[min(first)]] += params
+            self._note_guessed(calls, params, taken)
+        elif self._is_flat(calls, params, stage):
+            self._place(calls, params, taken, {op: int(graph.start[op]) for op in calls})
+            self._explain([op for op in calls if op not in self._noted], params, owed, taken)
         elif len(calls) < len(owed) and list(first) == list(range(len(calls))):
-            self._place(calls, owed, found, None)
-            empty = [op for op in calls if not found[op] and op not in self._noted]
+            self._place(calls, owed, taken, None)
+            empty = [op for op in calls if not taken[op] and op not in self._noted]
             if sum(map(self._numel, calls)) - sum(map(self._numel, empty)) == sum(n or 0 for n in self._numels(owed)):
-                self._explain(empty, here, owed, found)  # else the others are padded, and nothing is known of these
+                self._explain(empty, params, owed, taken)  # else the others are padded, and nothing is known of these
         else:
-            extra = self._match(first, owed, found)
-            self._explain(extra, here, owed, found)
+            extra = self._match(first, owed, taken)
+            self._explain(extra, params, owed, taken)
         self._known.update(
-            {op: tuple(found[of_index[int(graph.index[op])]]) for op in children if op not in self._named}
+            {op: tuple(taken[of_index[int(graph.index[op])]]) for op in children if op not in self._named}
         )
 
     def _numel(self, op: int) -> int:
@@ -131,27 +131,27 @@ class CoveredRanges:
         self._shares.setdefault((self._columns[2][share.op], parameter), []).append(share)
         self._noted.add(share.op)
 
-    def _note_guessed(self, calls: list[int], here: Sequence[int], found: dict[int, list[int]]) -> None:
+    def _note_guessed(self, calls: list[int], params: Sequence[int], taken: dict[int, list[int]]) -> None:
         """Note the elements of a stage's one gradient, those of its flat buffer; what two calls have is repeated."""
         starts = self._model.graph.start
-        if len(here) != 1 or not all(self._numel(op) for op in calls):
+        if len(params) != 1 or not all(self._numel(op) for op in calls):
             return
         covered: list[tuple[int, int]] = []
         for op in calls:
             low, high = int(starts[op]), int(starts[op]) + self._numel(op)
             if starts[calls].any() and any(low < stop and start < high for start, stop in covered):
-                found[op] += here
+                taken[op] += params
             covered.append((low, high))
-            self._note(here[0], Share(op, low, high, 0))
+            self._note(params[0], Share(op, low, high, 0))
 
-    def _is_flat(self, calls: list[int], here: Sequence[int], stage: int) -> bool:
+    def _is_flat(self, calls: list[int], params: Sequence[int], stage: int) -> bool:
         """Return True if the ranges of calls are places in the stage's flat buffer: no two of them begin at 0."""
         starts = self._model.graph.start[calls]
         one_at_0 = bool(starts.any()) and int((starts == 0).sum()) <= 1
-        return one_at_0 and self._model.flat_starts(stage).keys() >= set(here)
+        return one_at_0 and self._model.flat_starts(stage).keys() >= set(params)
 
     def _place(
-        self, calls: Sequence[int], parameters: Sequence[int], found: dict[int, list[int]], at: Mapping[int, int] | None
+        self, calls: Sequence[int], parameters: Sequence[int], taken: dict[int, list[int]], at: Mapping[int, int] | None
     ) -> None:
         """Assign to each call the parameters whose elements it has: from its place on, else behind the call before.
 
@@ -160,7 +160,7 @@ class CoveredRanges:
         numels = self._numels(parameters)
         if None in numels or not all(map(self._numel, calls)):
             for op, p in zip(calls, parameters, strict=False):
-                found[op].append(p)
+                taken[op].append(p)
             return
         ends = np.cumsum([numel or 0 for numel in numels])
         starts: Mapping[int, int] = dict(zip(parameters, (ends - numels).tolist(), strict=True))
@@ -179,22 +179,22 @@ class CoveredRanges:
                 if low >= high:
                     continue
                 if any(low < stop and start < high for start, stop in covered):
-                    found[op].append(p)
+                    taken[op].append(p)
                 else:
                     last = op
                 covered.append((low, high))
                 self._note(p, Share(op, low - starts[p], high - starts[p], low - at[op] if exact else None))
             if last is not None:
-                found[last].append(p)
+                taken[last].append(p)
 
-    def _match(self, first: Mapping[int, int], owed: Sequence[int], found: dict[int, list[int]]) -> list[int]:
+    def _match(self, first: Mapping[int, int], owed: Sequence[int], taken: dict[int, list[int]]) -> list[int]:
         """Assign one parameter to each call, by its number and its number of elements; return the calls left over."""
         unsized = None in self._numels(owed) or not all(map(self._numel, first.values()))
         left, calls = dict.fromkeys(owed), []
         for index, op in first.items():
             if index < len(owed) and (unsized or self._fits(op, owed[index])):
                 del left[owed[index]]
-                self._take(op, owed[index], found)
+                self._take(op, owed[index], taken)
             else:
                 calls.append(op)
         for op in [] if unsized else list(calls):
@@ -202,14 +202,14 @@ class CoveredRanges:
             if same is not None:
                 calls.remove(op)
                 del left[same]
-                self._take(op, same, found)
+                self._take(op, same, taken)
         for op, p in [] if unsized else list(zip(calls, left, strict=False)):
             calls.remove(op)
-            self._take(op, p, found)
+            self._take(op, p, taken)
         return calls
 
-    def _take(self, op: int, parameter: int, found: dict[int, list[int]]) -> None:
-        found[op].append(parameter)
+    def _take(self, op: int, parameter: int, taken: dict[int, list[int]]) -> None:
+        taken[op].append(parameter)
         self._note_one(op, parameter)
 
     def _note_one(self, op: int, parameter: int) -> None:
@@ -229,7 +229,7 @@ class CoveredRanges:
         return 1 if graph.group[op] == NONE else graph.groups[int(graph.group[op])].size
 
     def _explain(
-        self, extra: Sequence[int], here: Sequence[int], owed: Sequence[int], found: dict[int, list[int]]
+        self, extra: Sequence[int], params: Sequence[int], owed: Sequence[int], taken: dict[int, list[int]]
     ) -> None:
         """Assign a call that is left over to the one gradient of its size: values decide if it is wrong.
 
@@ -240,9 +240,9 @@ class CoveredRanges:
             if self.size(op) == 1 and graph.group[op] != NONE:
                 continue
             axis, stage = AXES[int(graph.axis[op])], int(graph.stage[op])
-            alike = [p for p in here if self._fits(op, p)]
+            alike = [p for p in params if self._fits(op, p)]
             if len(alike) == 1:
-                found[op].append(alike[0])
+                taken[op].append(alike[0])
                 continue
             if alike and graph.reduction[op] == _AVG and not any(axis in parameters[p].sharded_over for p in alike):
                 continue

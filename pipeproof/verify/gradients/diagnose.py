@@ -129,7 +129,7 @@ class _Search:
         entries = [self.histories.entries_of(one) for one in histories]
         return (
             len(places) == len(ranks) == expected
-            and all(((lines[here] >= NONE) & ((lines[here] == NONE) | (lines[here] != pp))).all() for here in entries)
+            and all(((lines[span] >= NONE) & ((lines[span] == NONE) | (lines[span] != pp))).all() for span in entries)
             and len({self.histories.signature(one) for one in histories}) == 1
         )
 

@@ -74,11 +74,11 @@ class Model:
 
         A weight that several stages of a rank use is there once, and belongs to the first of them.
         """
-        here = self.parameters_of.get(stage, ())
-        if not any(len(self.facts.parameters[p].stages) > 1 for p in here):
-            return here
+        params = self.parameters_of.get(stage, ())
+        if not any(len(self.facts.parameters[p].stages) > 1 for p in params):
+            return params
         selected = self._stages_of.get(rank, frozenset()) | {stage}
-        return tuple(p for p in here if stage == min(selected.intersection(self.facts.parameters[p].stages)))
+        return tuple(p for p in params if stage == min(selected.intersection(self.facts.parameters[p].stages)))
 
     @cached_property
     def _stages_of(self) -> Mapping[int, frozenset[int]]:
@@ -181,13 +181,13 @@ class Model:
         Raises:
             ValueError: a name in it is not a size, or has no meaning here.
         """
-        known = {**self.fixed_sizes, **sizes}
+        all_sizes = {**self.fixed_sizes, **sizes}
         result = ONE
         for factor, exponent in factors:
             if isinstance(factor, str):
-                if factor not in known:
-                    raise ValueError(f"`{factor}` is no size here; there are {', '.join(sorted(known))}")
-                value = known[factor]
+                if factor not in all_sizes:
+                    raise ValueError(f"`{factor}` is no size here; there are {', '.join(sorted(all_sizes))}")
+                value = all_sizes[factor]
             else:
                 value = Coefficient.of(factor)
             result *= value if exponent > 0 else value.inverse
@@ -201,14 +201,14 @@ class Model:
         """
         return None if loss.scale is None else self.product(parse_scale(loss.scale)[""], self.block_sizes)
 
-    def in_numbers(self, coefficient: Coefficient, data_rank: int, place: int) -> Coefficient:
+    def in_numbers(self, coefficient: Coefficient, data_rank: int, position: int) -> Coefficient:
         """The coefficient of the tokens of one micro-batch with the known numbers of tokens put in."""
         counts = self.facts.token_counts
         if not counts:
             return coefficient
         own_counts = counts[data_rank]
         values = {
-            "micro_batch_tokens": own_counts[place],
+            "micro_batch_tokens": own_counts[position],
             "step_tokens": sum(own_counts),
             "global_tokens": sum(map(sum, counts)),
             **{of_micro_batch("micro_batch_tokens", int(self.micro_batches[i])): n for i, n in enumerate(own_counts)},
@@ -233,28 +233,28 @@ def model_of(subject: Subject) -> Model:
     Raises:
         ValueError: the facts do not fit together.
     """
-    graph, given = subject.graph, subject.facts.gradients
+    graph, declared = subject.graph, subject.facts.gradients
     lowered = subject.lowered
     if lowered is not None:
         stages = [lowered.layers_of(stage) for stage in range(len(lowered.stages))]
         num_ranks = {axis: lowered.mesh.size(axis) for axis in ("tp", "ep")}
         own = gpt_gradients(stages, lowered.spec.loss.normalization, num_ranks)
         if lowered.spec.is_custom:
-            facts = given or custom_gradients(own, lowered.spec.loss.normalization, last_stage=len(stages) - 1)
+            facts = declared or custom_gradients(own, lowered.spec.loss.normalization, last_stage=len(stages) - 1)
         else:
-            facts = given or with_mtp_losses(with_router_losses(own, lowered.spec, stages), lowered.spec, stages)
+            facts = declared or with_mtp_losses(with_router_losses(own, lowered.spec, stages), lowered.spec, stages)
         micro_batches = np.arange(subject.num_work_items)
         return Model(graph, facts, mesh_grid(graph, lowered.mesh), micro_batches)
     computed = graph.is_kind(frozenset({OpKind.FORWARD, *ADDS}))
     micro_batches = np.unique(graph.work_item[computed & (graph.work_item != NONE)])
-    if given is None:
+    if declared is None:
         needed = _axes_reduced(graph)
         grid = guessed_grid(graph, subject.stage_owners, needed)
         return Model(graph, _guess(graph, subject.stage_owners, grid, needed), grid, micro_batches)
     mesh = subject.facts.mesh
     grid = guessed_grid(graph, subject.stage_owners, frozenset()) if mesh is None else mesh_grid(graph, mesh)
-    _require_fit(given, len(micro_batches), grid)
-    return Model(graph, given, grid, micro_batches)
+    _require_fit(declared, len(micro_batches), grid)
+    return Model(graph, declared, grid, micro_batches)
 
 
 def _require_fit(facts: GradientFacts, num_micro_batches: int, grid: Grid) -> None:
@@ -294,8 +294,8 @@ def _guess(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], grid: Grid, ne
         return GradientFacts((), (), guessed=True)
     others = tuple(axis for axis in grid.axes if axis not in needed and axis != "pp")
     names: dict[int, set[str]] = {}
-    for op, found in named_parameters(graph).items():
-        names.setdefault(int(graph.stage[op]), set()).update(found)
+    for op, of_op in named_parameters(graph).items():
+        names.setdefault(int(graph.stage[op]), set()).update(of_op)
     parameters = tuple(
         ParameterGradient(name, (stage,), sharded_over=others)
         for stage in stages
@@ -306,14 +306,14 @@ def _guess(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], grid: Grid, ne
 
 def _guessed_losses(graph: OpGraph, last_stage: int) -> list[Loss]:
     """The main loss on the last stage, and every loss that a forward's scale names, on that stage."""
-    found = {(last_stage, MAIN_LOSS)}
+    pairs = {(last_stage, MAIN_LOSS)}
     scaled = (graph.kind == KIND_CODE[OpKind.FORWARD]) & (graph.scale != 0)
     for stage, scale in np.unique(np.stack([graph.stage[scaled], graph.scale[scaled]], axis=1), axis=0).tolist():
         try:
-            found |= {(stage, name or MAIN_LOSS) for name in parse_scale(graph.scales[scale])}
+            pairs |= {(stage, name or MAIN_LOSS) for name in parse_scale(graph.scales[scale])}
         except ValueError:
             continue  # reported as a scale that cannot be read
-    return [Loss(name, stage) for stage, name in sorted(found)]
+    return [Loss(name, stage) for stage, name in sorted(pairs)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,27 +340,27 @@ class Site:
         num = len(model.micro_batches)
         if len(self.ratios) == 1:
             return [(0, np.ones(num, dtype=bool))]
-        here = (self.place != NONE) & self._at(model, coords)
+        selected = (self.place != NONE) & self._at(model, coords)
         result = []
         for code in range(len(self.ratios)):
             mask = np.zeros(num, dtype=bool)
-            mask[self.place[here & (self.code == code)]] = True
+            mask[self.place[selected & (self.code == code)]] = True
             if mask.any():
                 result.append((code, mask))
         return result
 
-    def forward(self, model: Model, code: int, place: int, coords: Mapping[str, int]) -> int | None:
+    def forward(self, model: Model, code: int, position: int, coords: Mapping[str, int]) -> int | None:
         """The first forward of a micro-batch that applies a ratio; of those, one that names a scale of its own."""
-        found = self.rows[(self.code == code) & (self.place == place) & self._at(model, coords)]
-        named = found[model.graph.scale[found] != 0]
-        first = named if len(named) else found
+        matches = self.rows[(self.code == code) & (self.place == position) & self._at(model, coords)]
+        named = matches[model.graph.scale[matches] != 0]
+        first = named if len(named) else matches
         return int(first[0]) if len(first) else None
 
     def _at(self, model: Model, coords: Mapping[str, int]) -> BoolColumn:
-        here = np.ones(len(self.rows), dtype=bool)
-        for axis, place in coords.items():
-            here &= model.grid.same(model.graph.rank[self.rows], axis, place)
-        return here
+        mask = np.ones(len(self.rows), dtype=bool)
+        for axis, coord in coords.items():
+            mask &= model.grid.same(model.graph.rank[self.rows], axis, coord)
+        return mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -425,8 +425,8 @@ def read_sites(model: Model) -> Sites:
         written = [values.get(text, {}).get(loss.name) for text in texts.tolist()]
         apply = ONE if declared is None else declared.inverse
         ratios = tuple(ONE if value is None else value * apply for value in written) or (ONE,)
-        place = micro_batch_places(model.micro_batches, graph.work_item[rows])
-        sites.append(Site(loss, declared, rows, place, code, ratios, ratios))
+        position = micro_batch_places(model.micro_batches, graph.work_item[rows])
+        sites.append(Site(loss, declared, rows, position, code, ratios, ratios))
     return Sites(tuple(sites), unreadable, _travelling(model, unreadable))
 
 
@@ -454,14 +454,14 @@ def _values(
     scaled = forwards[graph.scale[forwards] != 0]
     pairs, first = np.unique(np.stack([graph.stage[scaled], graph.scale[scaled]], axis=1), axis=0, return_index=True)
     for (stage, code), at in zip(pairs.tolist(), first.tolist(), strict=True):
-        here = names_at.get(stage, set())
+        loss_names = names_at.get(stage, set())
         try:
             written = {name or MAIN_LOSS: factors for name, factors in parse_scale(graph.scales[code]).items()}
             values[code] = {name: model.product(factors, model.block_sizes) for name, factors in written.items()}
-            if not written.keys() <= here:
-                unknown = ", ".join(sorted(written.keys() - here))
-                known = ", ".join(sorted(here)) or "none"
-                raise ValueError(f"stage {stage} has no loss `{unknown}`; it has {known}")  # noqa: TRY301
+            if not written.keys() <= loss_names:
+                unknown = ", ".join(sorted(written.keys() - loss_names))
+                choices = ", ".join(sorted(loss_names)) or "none"
+                raise ValueError(f"stage {stage} has no loss `{unknown}`; it has {choices}")  # noqa: TRY301
         except ValueError as error:
             unreadable[int(scaled[at])] = str(error)
     return values

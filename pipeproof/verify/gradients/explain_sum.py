@@ -149,13 +149,13 @@ class _SumExplanation:
         self._view = held.views[rank]
         self._stage = self._view.stages[0] if self._view.stages else held.parameter.stages[0]
 
-    def _ops(self, place: int) -> tuple[int, ...]:
+    def _ops(self, index: int) -> tuple[int, ...]:
         """The first and the last op id of a move."""
-        ops = self._view.ops[place]
+        ops = self._view.ops[index]
         return tuple(sorted({int(ops[0]), int(ops[-1])}))
 
-    def _name(self, place: int, *, last: bool = False) -> str:
-        return str(self._model.graph.ops[int(self._view.ops[place][-1 if last else 0])])
+    def _name(self, index: int, *, last: bool = False) -> str:
+        return str(self._model.graph.ops[int(self._view.ops[index][-1 if last else 0])])
 
     def _problem(
         self,
@@ -295,13 +295,13 @@ class _SumExplanation:
             fact += ", below no REDUCE_GRAD" if i in elsewhere else ""
             yield self._problem(cause, (key, str(move.axis)), fact, f"remove {self._name(i)}", self._ops(i))
 
-    def _is_elsewhere(self, place: int) -> bool:
+    def _is_elsewhere(self, index: int) -> bool:
         """Return True if a reduction is a collective that is below no REDUCE_GRAD."""
-        reduce, op = KIND_CODE[OpKind.REDUCE_GRAD], int(self._view.ops[place][0])
-        return self._kind(place) != reduce and int(self._model.graph.target_kind[op]) != reduce
+        reduce, op = KIND_CODE[OpKind.REDUCE_GRAD], int(self._view.ops[index][0])
+        return self._kind(index) != reduce and int(self._model.graph.target_kind[op]) != reduce
 
-    def _kind(self, place: int) -> int:
-        return int(self._model.graph.kind[int(self._view.ops[place][0])])
+    def _kind(self, index: int) -> int:
+        return int(self._model.graph.kind[int(self._view.ops[index][0])])
 
     def missing(self, missing_terms: Sequence[str]) -> Iterator[Problem]:
         """Reductions that are needed and missing: on the ranks without one, where others have it."""
@@ -371,7 +371,7 @@ def unordered(graph: OpGraph, order: Order, held: HeldGradient) -> Iterator[Prob
             axes = {view.moves[first].axis, view.moves[second].axis}
             if "pp" not in axes or len(axes) == 1:
                 continue
-            a, b = (int(view.ops[place][-1]) for place in (first, second))
+            a, b = (int(view.ops[index][-1]) for index in (first, second))
             if order.definitely_before(np.array([a]), np.array([b]))[0] or order.before(a, b):
                 continue
             earlier, later = str(graph.ops[a]), str(graph.ops[b])

@@ -64,11 +64,11 @@ class Grid:
         """The coordinate of ``rank``; 0 on an axis with one rank."""
         return int(self.coords[rank, self.axes.index(axis)]) if axis in self.axes else 0
 
-    def same(self, rank: IntColumn, axis: str, place: int) -> BoolColumn:
+    def same(self, rank: IntColumn, axis: str, coord: int) -> BoolColumn:
         """Mask of the ranks with a coordinate on an axis; all ranks on an axis with one rank."""
         if axis not in self.axes:
             return np.ones(len(rank), dtype=bool)
-        return np.asarray(self.coords[rank, self.axes.index(axis)] == place)
+        return np.asarray(self.coords[rank, self.axes.index(axis)] == coord)
 
     @cached_property
     def _lines(self) -> dict[str, tuple[IntColumn, dict[int, list[int]]]]:
@@ -116,8 +116,8 @@ def guessed_grid(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], needed: 
         groups = [group for group in graph.groups if group.axis == axis]
         places = [0] * graph.num_ranks
         for group in reversed(groups):
-            for place, rank in enumerate(group.ranks):
-                places[rank] = place
+            for coord, rank in enumerate(group.ranks):
+                places[rank] = coord
         largest = max(groups, key=lambda group: group.size)
         if largest.size > 1:
             columns[axis], sizes[axis] = places, Coefficient.of(largest.size)
@@ -183,8 +183,8 @@ class GradientHistories:
 
     def signature(self, history: int) -> bytes:
         """Key that is equal for histories that do the same to each micro-batch, but for the ranks of their groups."""
-        here = self.entries_of(history)
-        rows = self._signatures[here].tobytes()
+        span = self.entries_of(history)
+        rows = self._signatures[span].tobytes()
         if self.plain[history]:
             return rows
         there = self.adds_of(history)
@@ -234,7 +234,7 @@ def read_histories(
     first_add = np.searchsorted(history[adds], everyone)
     segment = np.searchsorted(entries, adds) - first_entry[history[adds]]
     starts = np.searchsorted(history, everyone[:-1])
-    place = micro_batch_places(micro_batches, graph.work_item[rows[adds]])
+    position = micro_batch_places(micro_batches, graph.work_item[rows[adds]])
     line = _lines(graph, grid, rows[entries])
     named, names = _named(graph, rows[entries])
     return GradientHistories(
@@ -245,10 +245,10 @@ def read_histories(
         adds=rows[adds],
         first_add=first_add,
         segment=segment,
-        place=place,
+        place=position,
         entries=rows[entries],
         first_entry=first_entry,
-        plain=_plain(place, history[adds], segment, len(keys), len(micro_batches)),
+        plain=_plain(position, history[adds], segment, len(keys), len(micro_batches)),
         line=line,
         named=named,
         names=names,
@@ -260,18 +260,18 @@ def micro_batch_places(micro_batches: IntColumn, micro_batch: IntColumn) -> IntC
     """The place of each micro-batch among those of the step, ``NONE`` where it is not one of them."""
     if not len(micro_batches):
         return np.full(len(micro_batch), NONE, dtype=np.int64)
-    place = np.minimum(np.searchsorted(micro_batches, micro_batch), len(micro_batches) - 1)
-    return np.where(micro_batches[place] == micro_batch, place, NONE)
+    position = np.minimum(np.searchsorted(micro_batches, micro_batch), len(micro_batches) - 1)
+    return np.where(micro_batches[position] == micro_batch, position, NONE)
 
 
 def _plain(
-    place: IntColumn, history: IntColumn, segment: IntColumn, num_histories: int, num_micro_batches: int
+    position: IntColumn, history: IntColumn, segment: IntColumn, num_histories: int, num_micro_batches: int
 ) -> BoolColumn:
     """GradientHistories that add each micro-batch once and before every entry."""
     if num_histories * num_micro_batches > _MOST_CELLS:  # far more than the rows: hardly any is plain
         return np.zeros(num_histories, dtype=bool)
-    usual = (segment == 0) & (place != NONE)
-    cells = history[usual] * num_micro_batches + place[usual]
+    usual = (segment == 0) & (position != NONE)
+    cells = history[usual] * num_micro_batches + position[usual]
     count = np.bincount(cells, minlength=num_histories * num_micro_batches).reshape(num_histories, num_micro_batches)
     unusual = np.bincount(history[~usual], minlength=num_histories)
     return np.asarray((count == 1).all(axis=1) & (unusual == 0))
@@ -302,8 +302,8 @@ def _named(graph: OpGraph, rows: IntColumn) -> tuple[IntColumn, tuple[frozenset[
     sets: dict[frozenset[str], int] = {frozenset(): 0}
     by_row = named_parameters(graph)
     if by_row:
-        for place, op in enumerate(rows.tolist()):
-            named[place] = sets.setdefault(frozenset(by_row.get(op, ())), len(sets))
+        for row_number, op in enumerate(rows.tolist()):
+            named[row_number] = sets.setdefault(frozenset(by_row.get(op, ())), len(sets))
     return named, tuple(sets)
 
 

@@ -56,8 +56,8 @@ def compare(kept: Ranges, updated: Ranges) -> Difference | None:
     if sorted(kept) == sorted(updated):
         return None
     sides = [IndexMap.of((start, start, stop - start) for start, stop in ranges) for ranges in (kept, updated)]
-    found = differences(*sides)
-    return next((one for one in found if one.first == NOWHERE), found[0] if found else None)
+    mismatches = differences(*sides)
+    return next((one for one in mismatches if one.first == NOWHERE), mismatches[0] if mismatches else None)
 
 
 def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
@@ -93,9 +93,9 @@ class KeptElements:
                     yield self._uneven(p, rank, op)
                     continue
                 for one, kept, updated in self._sides(p, rank, op, shares, everyone=everyone):
-                    found = compare(kept, updated)
-                    if found is not None:
-                        yield self._problem(p, one, op, kept, updated, found)
+                    difference = compare(kept, updated)
+                    if difference is not None:
+                        yield self._problem(p, one, op, kept, updated, difference)
 
     def _sides(
         self, p: int, rank: int, op: int, shares: Sequence[Share], *, everyone: bool
@@ -115,7 +115,7 @@ class KeptElements:
         is_folded = axis in grid.folded or group.copies > 1
         stated, stage = (rank, int(graph.stage[op])) in self._stated, int(graph.stage[op])
         places = range(group.size) if everyone or is_folded else (group.ranks.index(rank),)
-        members = [rank if is_folded else group.ranks[place] for place in places]
+        members = [rank if is_folded else group.ranks[position] for position in places]
         shards = [
             k if is_folded and axis == "dp" else grid.place(one, "dp") for k, one in zip(places, members, strict=True)
         ]
@@ -124,11 +124,11 @@ class KeptElements:
         if not stated and key in self._right:
             return
         sides = []
-        for place, one, shard in zip(places, members, shards, strict=True):
+        for position, one, shard in zip(places, members, shards, strict=True):
             updated = self._updated(p, one, stage, shard)
             if updated is None:
                 return
-            sides.append((one, [cut for share in shares for cut in self._cut(share, place, group.size)], updated))
+            sides.append((one, [cut for share in shares for cut in self._cut(share, position, group.size)], updated))
         if not stated and all(compare(kept, updated) is None for _, kept, updated in sides):
             self._right.add(key)
         yield from sides
@@ -136,14 +136,14 @@ class KeptElements:
     def _numel(self, op: int) -> int:
         return int(self.model.graph.stop[op] - self.model.graph.start[op])
 
-    def _cut(self, share: Share, place: int, size: int) -> Ranges:
+    def _cut(self, share: Share, position: int, size: int) -> Ranges:
         """The elements of a share that one member of its group keeps."""
         graph = self.model.graph
         if graph.kind[share.op] != _SCATTER:
             return [(share.start, share.stop)]
         each = self._numel(share.op) // size
         first = share.start - (share.at or 0)
-        low, high = max(share.start, first + place * each), min(share.stop, first + (place + 1) * each)
+        low, high = max(share.start, first + position * each), min(share.stop, first + (position + 1) * each)
         return [(low, high)] if low < high else []
 
     def _updated(self, p: int, rank: int, stage: int, shard: int) -> Ranges | None:
@@ -181,19 +181,19 @@ class KeptElements:
         name = self.model.facts.parameters[p].name
         return Problem(Cause.ELEMENTS, (UNSUMMED, "rest"), rank, int(graph.stage[op]), fact, fix, name, (op,))
 
-    def _problem(self, p: int, rank: int, op: int, kept: Ranges, updated: Ranges, found: Difference) -> Problem:
+    def _problem(self, p: int, rank: int, op: int, kept: Ranges, updated: Ranges, difference: Difference) -> Problem:
         graph, name = self.model.graph, self.model.facts.parameters[p].name
         own = [one for one in graph.members_of(op) if graph.rank[one] == rank] or [op]
         steps = np.flatnonzero((graph.kind == _STEP) & (graph.stage == graph.stage[op]) & (graph.rank == rank)).tolist()
         step = str(graph.ops[steps[0]]) if steps else "the optimizer"
-        here = f"{found.local}..{found.local + found.length}"
-        if found.first == NOWHERE:
+        interval = f"{difference.local}..{difference.local + difference.length}"
+        if difference.first == NOWHERE:
             key = UNSUMMED
-            fact = f"{step} updates elements {here} of `{name}` from a gradient that is not summed: "
+            fact = f"{step} updates elements {interval} of `{name}` from a gradient that is not summed: "
             fact += f"{graph.ops[op]} leaves the rank the sum of {ranges_text(kept)}"
         else:
             key = KEPT
-            fact = f"{graph.ops[op]} leaves the rank the sum of elements {here} of `{name}`, "
+            fact = f"{graph.ops[op]} leaves the rank the sum of elements {interval} of `{name}`, "
             fact += f"and {step} updates {ranges_text(updated)}"
         axis = AXES[int(graph.axis[op])]
         fix = f"sum, and keep, over {axis} the elements that the rank updates"
@@ -231,15 +231,15 @@ def _scattered(subject: Subject) -> Iterator[Finding]:
     """Sums of which a rank has one share, where it updates whole weights."""
     graph = subject.graph
     scatters = (graph.kind == KIND_CODE[OpKind.REDUCE_SCATTER]) & (graph.target_kind == KIND_CODE[OpKind.REDUCE_GRAD])
-    found = np.flatnonzero(scatters).tolist()
-    if found:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    calls = np.flatnonzero(scatters).tolist()
+    if calls:
+        more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
         yield APART.finding(
-            f"{subject.coords_text(int(graph.rank[found[0]]))}: {graph.ops[found[0]]}{more} leaves a share of a sum, "
+            f"{subject.coords_text(int(graph.rank[calls[0]]))}: {graph.ops[calls[0]]}{more} leaves a share of a sum, "
             "and the plan's optimizer updates whole weights",
             location=subject.locate("schedule"),
             help="issue ALL_REDUCE, or set `memory.shard_optimizer: dp`",
-            witness=subject.witness(found[0]),
+            witness=subject.witness(calls[0]),
         )
 
 
@@ -323,8 +323,8 @@ class _Gathers:
         if graph.axis[call] != AXES.index("dp") or size != self._shares:
             return f"{text} is over {size} ranks, and {self._shares} dp ranks have a share each"
         numel = prod(weight.local_shape({axis: mesh.size(axis) for axis in ("tp", "ep")}))
-        share, found = shard_numel(numel, self._shares), int(graph.stop[call] - graph.start[call])
-        return None if found == share else f"{text} puts in {found} elements of a share of {share}"
+        share, own_numel = shard_numel(numel, self._shares), int(graph.stop[call] - graph.start[call])
+        return None if own_numel == share else f"{text} puts in {own_numel} elements of a share of {share}"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -338,8 +338,8 @@ _SUM = "0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 rang
 def _example(*ranks: tuple[str, str]) -> str:
     rows = [
         f"rank {rank}: {_SUM} 0STEP{{range={updated}}} 0GATHER_WEIGHT:dp "
-        f"0GATHER_WEIGHT:dp/0.ALL_GATHER:dp{{group=0 range={given}}}"
-        for rank, (updated, given) in enumerate(ranks)
+        f"0GATHER_WEIGHT:dp/0.ALL_GATHER:dp{{group=0 range={gathered}}}"
+        for rank, (updated, gathered) in enumerate(ranks)
     ]
     return "\n".join(["group dp: 0 1", *rows])
 
@@ -368,7 +368,7 @@ def _check_elements(subject: Subject) -> Iterator[Finding]:
     calls_of_position: dict[tuple[int, int], dict[int, int]] = {}
     for op in rows.tolist():
         calls_of_position.setdefault((int(graph.group[op]), int(graph.position[op])), {})[int(graph.rank[op])] = op
-    given: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    gathered: dict[tuple[int, int], list[tuple[int, int]]] = {}
     last: dict[tuple[int, int], int] = {}
     exchanged: list[tuple[int, int, int]] = []
     for (group, _), calls in calls_of_position.items():
@@ -377,22 +377,20 @@ def _check_elements(subject: Subject) -> Iterator[Finding]:
             exchanged += _exchanged(graph, members)
             for op in members:
                 key = int(graph.rank[op]), int(graph.stage[op])
-                given.setdefault(key, []).append((int(graph.start[op]), int(graph.stop[op])))
+                gathered.setdefault(key, []).append((int(graph.start[op]), int(graph.stop[op])))
                 last[key] = op
     others = []
     for key, updated in subject.once(stated_updates).items():
-        found = compare(given[key], updated) if key in given else None
-        if found is not None:
-            others.append((last[key], _fact(given[key], updated, found)))
+        difference = compare(gathered[key], updated) if key in gathered else None
+        if difference is not None:
+            others.append((last[key], _fact(gathered[key], updated, difference)))
     if others:
         op, fact = others[0]
         yield _finding(subject, [op], len(others), fact, "put in the elements that the rank updates")
     elif exchanged:
-        first, op, place = exchanged[0]
+        first, op, low = exchanged[0]
         size = int(graph.stop[op] - graph.start[op])
-        fact = (
-            f"puts in elements {graph.start[op]}..{graph.stop[op]}, which all members take for {place}..{place + size}"
-        )
+        fact = f"puts in elements {graph.start[op]}..{graph.stop[op]}, which all members take for {low}..{low + size}"
         fix = "order the group's ranks by the elements that they update"
         yield _finding(subject, [first, op], len(exchanged), fact, fix)
 
@@ -401,16 +399,16 @@ def _exchanged(graph: OpGraph, members: Sequence[int]) -> Iterator[tuple[int, in
     """(first member's call, a member's, the place of its elements), for those that do not return to their place."""
     starts, size = graph.start[members], int(graph.stop[members[0]] - graph.start[members[0]])
     expected = starts[0] + size * np.arange(len(members))
-    for place in np.flatnonzero(starts != expected).tolist():
-        yield members[0], members[place], int(expected[place])
+    for index in np.flatnonzero(starts != expected).tolist():
+        yield members[0], members[index], int(expected[index])
 
 
-def _fact(given: Ranges, updated: Ranges, found: Difference) -> str:
+def _fact(gathered: Ranges, updated: Ranges, difference: Difference) -> str:
     """Fact about a rank that puts in other elements than it has updated."""
-    here = f"{found.local}..{found.local + found.length}"
-    if found.first == NOWHERE:
-        return f"puts in elements {ranges_text(given)}, and the rank has also updated {here}"
-    return f"puts in elements {here}, and the rank has updated {ranges_text(updated)}"
+    interval = f"{difference.local}..{difference.local + difference.length}"
+    if difference.first == NOWHERE:
+        return f"puts in elements {ranges_text(gathered)}, and the rank has also updated {interval}"
+    return f"puts in elements {interval}, and the rank has updated {ranges_text(updated)}"
 
 
 def _finding(subject: Subject, ops: Sequence[int], times: int, fact: str, fix: str) -> Finding:

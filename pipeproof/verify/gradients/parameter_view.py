@@ -101,27 +101,27 @@ class Reader:
         drafts = {p: _Draft() for p in parameters}
         counts: list[IntColumn] = []
         stages: list[int] = []
-        for place in range(len(entries) + 1):
-            for stage, ops, count in segments.get(place, ()):
+        for index in range(len(entries) + 1):
+            for stage, ops, count in segments.get(index, ()):
                 for p in parameters:
                     if stage in self.model.facts.parameters[p].stages:
                         drafts[p].add(Move(MoveKind.ADD, len(counts)), ops)
                 counts.append(count)
                 stages.append(stage)
-            if place == len(entries):
+            if index == len(entries):
                 break
-            op = int(entries[place])
-            if place in addends:
-                stage, count = addends[place]
+            op = int(entries[index])
+            if index in addends:
+                stage, count = addends[index]
                 for p in parameters:
                     if stage in self.model.facts.parameters[p].stages:
-                        drafts[p].add(self._own_addition(op, len(counts)), entries[place : place + 1])
+                        drafts[p].add(self._own_addition(op, len(counts)), entries[index : index + 1])
                 counts.append(count)
                 stages.append(stage)
                 continue
-            names = self.histories.names[int(named[place])]
-            for p, move in self._moves(op, int(line[place]), names, drafts):
-                drafts[p].add(move, entries[place : place + 1])
+            names = self.histories.names[int(named[index])]
+            for p, move in self._moves(op, int(line[index]), names, drafts):
+                drafts[p].add(move, entries[index : index + 1])
         return [View(tuple(d.moves), tuple(d.ops), tuple(counts), tuple(stages)) for d in drafts.values()]
 
     def _entries_and_additions(
@@ -147,11 +147,11 @@ class Reader:
         segments: dict[int, list[tuple[int, IntColumn, IntColumn]]] = {}
         for history in indices:
             there = histories.adds_of(history)
-            adds, place = histories.adds[there], histories.place[there]
+            adds, position = histories.adds[there], histories.place[there]
             after = np.searchsorted(entries, adds)
             for segment in np.unique(after).tolist():
                 selected = after == segment
-                count = np.bincount(place[selected & (place != NONE)], minlength=micro_batches)
+                count = np.bincount(position[selected & (position != NONE)], minlength=micro_batches)
                 segments.setdefault(segment, []).append((int(histories.stage[history]), adds[selected], count))
         addends: dict[int, tuple[int, IntColumn]] = {}
         alone = np.isin(graph.kind[entries], [KIND_CODE[kind] for kind in histories.add_kinds])
@@ -183,31 +183,31 @@ class Reader:
         """(parameter, move) for each parameter that an entry changes."""
         graph, facts = self.model.graph, self.model.facts
         kind, stage = int(graph.kind[op]), int(graph.stage[op])
-        found = self.model.parameters_of.get(stage, ()) if names else self.model.settled(int(graph.rank[op]), stage)
-        here = [p for p in found if p in drafts]
+        of_stage = self.model.parameters_of.get(stage, ()) if names else self.model.settled(int(graph.rank[op]), stage)
+        params = [p for p in of_stage if p in drafts]
         if names:
-            here = [p for p in here if facts.parameters[p].name in names]
+            params = [p for p in params if facts.parameters[p].name in names]
             unknown = names - self._parameter_names
             if unknown:
                 self.unreadable[op] = f"the model has no parameter {', '.join(f'`{name}`' for name in sorted(unknown))}"
         if kind == _STEP:
-            yield from ((p, Move(MoveKind.STEP)) for p in here)
+            yield from ((p, Move(MoveKind.STEP)) for p in params)
         elif kind == _SCALE:
-            for p in here if names else [p for p in here if facts.parameters[p].made_by == "backward"]:
+            for p in params if names else [p for p in params if facts.parameters[p].made_by == "backward"]:
                 sizes = self.model.rank_sizes(int(graph.work_item[op]), reduced=drafts[p].reduced)
                 yield p, Move(MoveKind.SCALE, factor=self._factor(op, sizes))
         elif kind == _REDUCE:
             axis = None if graph.axis[op] == NONE else AXES[int(graph.axis[op])]
             if int(graph.group[op]) != NONE or axis not in self._listed:
                 owed = self._owed(stage, axis)
-                yield from self._reductions(op, axis, line, here if names else [p for p in here if p in owed])
+                yield from self._reductions(op, axis, line, params if names else [p for p in params if p in owed])
         elif kind in REDUCING:
-            selected = here if names else [p for p in self.covered_ranges.of(op) if p in drafts]
+            selected = params if names else [p for p in self.covered_ranges.of(op) if p in drafts]
             yield from self._reductions(op, AXES[int(graph.axis[op])], line, selected)
         elif graph.target_kind[op] != _REDUCE and kind != _BARRIER:
             axis = AXES[int(graph.axis[op])]
             yield from (
-                (p, Move(MoveKind.SPOIL, axis=axis)) for p in here if not self._is_equal(p, kind, drafts[p], axis)
+                (p, Move(MoveKind.SPOIL, axis=axis)) for p in params if not self._is_equal(p, kind, drafts[p], axis)
             )
 
     def _is_equal(self, p: int, kind: int, draft: _Draft, axis: str) -> bool:
@@ -220,11 +220,11 @@ class Reader:
 
     def _owed(self, stage: int, axis: str | None) -> Sequence[int]:
         """The parameters of a stage that a reduction over an axis is about when it lists none."""
-        facts, here = self.model.facts, self.model.parameters_of.get(stage, ())
+        facts, params = self.model.facts, self.model.parameters_of.get(stage, ())
         if axis is None:
-            return here
-        owed = [p for p in here if self.model.is_reduced(facts.parameters[p], axis)]
-        return owed or (here if axis == "pp" or facts.guessed else ())
+            return params
+        owed = [p for p in params if self.model.is_reduced(facts.parameters[p], axis)]
+        return owed or (params if axis == "pp" or facts.guessed else ())
 
     def _reductions(
         self, op: int, axis: str | None, line: int, parameters: Sequence[int]
@@ -330,8 +330,8 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
     }
     totals = {
         rank: {key: keys.count(key) for key in keys}
-        for rank, found in calls_of_rank.items()
-        for keys in [[one.key for one in found if one is not None]]
+        for rank, of_rank in calls_of_rank.items()
+        for keys in [[one.key for one in of_rank if one is not None]]
     }
     arrived: dict[tuple[object, ...], set[int]] = {}
     todo = list(runners)
@@ -347,16 +347,16 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
         partners_of_call = calls_of_rank[rank][runner.at]
         assert partners_of_call is not None
         turn = runner.calls.get(partners_of_call.key, 0)
-        here = arrived.setdefault((partners_of_call.key, turn), set())
-        here.add(rank)
+        waiting = arrived.setdefault((partners_of_call.key, turn), set())
+        waiting.add(rank)
         expected = {
             one for one in partners_of_call.ranks if totals.get(one, {}).get(partners_of_call.key, 0) > turn
         } | {rank}
-        if not forced and here < expected:
+        if not forced and waiting < expected:
             stuck[rank] = None
             continue
-        met = here & expected
-        here -= met
+        met = waiting & expected
+        waiting -= met
         _meet([(one, runners[one]) for one in sorted(met)], partners_of_call)
         for one in met:
             runners[one].calls[partners_of_call.key] = turn + 1

@@ -38,11 +38,13 @@ _MOST_TRIED = 10
 """Scaled rows of which all subsets are tried."""
 
 
-def scales_of_sum(model: Model, held: HeldGradient, rank: int, sources: Collection[int], place: int) -> list[ScaledRow]:
+def scales_of_sum(
+    model: Model, held: HeldGradient, rank: int, sources: Collection[int], position: int
+) -> list[ScaledRow]:
     """The scaled rows that a micro-batch's gradient meets, from the ranks that add it to the rank that reads it."""
     result = dict[int, Coefficient]()
     for source in sources:
-        result |= dict(_scales_of_rank(model, held, source, place, whole=source == rank))
+        result |= dict(_scales_of_rank(model, held, source, position, whole=source == rank))
     if rank not in sources:
         view = held.views[rank]
         first = next(iter(view.where(MoveKind.REDUCE)), len(view.moves))
@@ -51,14 +53,14 @@ def scales_of_sum(model: Model, held: HeldGradient, rank: int, sources: Collecti
 
 
 def _scales_of_rank(
-    model: Model, held: HeldGradient, source: int, place: int, *, whole: bool
+    model: Model, held: HeldGradient, source: int, position: int, *, whole: bool
 ) -> Iterator[tuple[int, Coefficient]]:
     """(row, factor) of the addition of a micro-batch and of what follows it; up to the first sum, if not ``whole``."""
     view = held.views[source]
     is_added = False
     for move, ops in zip(view.moves, view.ops, strict=True):
         if move.kind in (MoveKind.ADD, MoveKind.OVERWRITE):
-            if view.counts[move.addend][place]:
+            if view.counts[move.addend][position]:
                 is_added = True
                 yield int(ops[0]), move.factor
         elif is_added:
@@ -95,14 +97,14 @@ def rows_to_blame(
 
 
 def rows_to_blame_for_both(
-    found: Coefficient, scaled: Sequence[ScaledRow], like: Coefficient, like_scaled: Sequence[ScaledRow]
+    actual: Coefficient, scaled: Sequence[ScaledRow], like: Coefficient, like_scaled: Sequence[ScaledRow]
 ) -> tuple[int, ...]:
     """The rows of two unlike weights, of which neither is declared, that make them differ."""
     if any(len(factor.terms) != 1 for factor in (like, *(factor for _, factor in like_scaled))):  # zero, or a sum
         return rows_to_blame([*scaled, *like_scaled], None)
     own = [one for one in scaled if one not in like_scaled]
     others = [(row, factor.inverse) for row, factor in like_scaled if (row, factor) not in scaled]
-    return rows_to_blame([*own, *others], found * like.inverse)
+    return rows_to_blame([*own, *others], actual * like.inverse)
 
 
 _ALL = -2
@@ -194,9 +196,9 @@ class UpdateChecker:
             factor = value
             for axis in equal:
                 factor *= grid.size(axis) if axis in summed else ONE
-            place = tuple(_ALL if axis in summed else grid.place(source, axis) for axis in partial)
+            coordinates = tuple(_ALL if axis in summed else grid.place(source, axis) for axis in partial)
             view = held.views[source]
-            parts.setdefault((view.stages[addend], place), []).append(Addend(source, view.counts[addend], factor))
+            parts.setdefault((view.stages[addend], coordinates), []).append(Addend(source, view.counts[addend], factor))
         return parts
 
     def _partial(self, parameter: ParameterGradient, path: LossPath | None) -> tuple[str, ...]:
@@ -226,7 +228,7 @@ class UpdateChecker:
     def _short(self, held: HeldGradient, partial: Sequence[str], parts: Mapping[Part, object]) -> Iterator[str]:
         """Axes over which ranks are not in the sum; ``pp`` where they are, but not with every copy."""
         expected = [self._line(axis, held.folded) for axis in partial]
-        everywhere = {place for _, place in parts}
+        everywhere = {coordinates for _, coordinates in parts}
         missing = set(product(*expected)) - everywhere
         if missing:
             short = [axis for i, axis in enumerate(partial) if not set(expected[i]) <= {at[i] for at in everywhere}]
@@ -244,8 +246,8 @@ class UpdateChecker:
         """Weights of tokens that differ from the declared ones."""
         parameter = held.parameter
         axes = self._partial(parameter, path)
-        for (stage, place), addends in parts.items():
-            coords = {axis: p for axis, p in zip(axes, place, strict=True) if p != _ALL}
+        for (stage, coordinates), addends in parts.items():
+            coords = {axis: p for axis, p in zip(axes, coordinates, strict=True) if p != _ALL}
             read = _Sum(stage, parameter.name, partial(self._scales_of_sum, held, rank, addends))
             for site in self._sites_of(parameter, path, stage):
                 for factor, micro_batches in _columns(addends):
@@ -253,9 +255,11 @@ class UpdateChecker:
                         both = np.flatnonzero(micro_batches & also)
                         yield from self._differing(site, code, factor, both, coords, read)
 
-    def _scales_of_sum(self, held: HeldGradient, rank: int, addends: Sequence[Addend], place: int) -> list[ScaledRow]:
-        sources = {addend.rank for addend in addends if addend.counts[place]}
-        return scales_of_sum(self.model, held, rank, sources, place)
+    def _scales_of_sum(
+        self, held: HeldGradient, rank: int, addends: Sequence[Addend], position: int
+    ) -> list[ScaledRow]:
+        sources = {addend.rank for addend in addends if addend.counts[position]}
+        return scales_of_sum(self.model, held, rank, sources, position)
 
     def _sites_of(self, parameter: ParameterGradient, path: LossPath | None, stage: int) -> list[Site]:
         if parameter.losses == ():
@@ -276,39 +280,39 @@ class UpdateChecker:
         ratio = site.ratios[code] * factor
         loss = site.loss
         if site.declared is None:
-            for place in places[:1].tolist():
-                yield from self._unlike(site, ratio, code, place, coords, read)
+            for position in places[:1].tolist():
+                yield from self._unlike(site, ratio, code, position, coords, read)
         elif ratio != ONE:
-            for place, data_rank in self._blocks(ratio, places, coords):
-                error = self._seen_from(ratio, place, data_rank)
+            for position, data_rank in self._blocks(ratio, places, coords):
+                error = self._seen_from(ratio, position, data_rank)
                 if error != ONE:
-                    row = site.forward(self.model, code, place, coords)
-                    found = self.model.in_numbers(ratio * site.declared, data_rank, place)
-                    declared = self.model.in_numbers(site.declared, data_rank, place)
+                    row = site.forward(self.model, code, position, coords)
+                    actual = self.model.in_numbers(ratio * site.declared, data_rank, position)
+                    declared = self.model.in_numbers(site.declared, data_rank, position)
                     text = f"{declared} ({loss.scale})" if str(declared) != loss.scale else str(declared)
-                    seen_from = partial(self._seen_from, place=place, data_rank=data_rank)
-                    ops = rows_to_blame(self._scaled(site, code, place, row, read), error, seen_from)
-                    tokens = self._tokens(place, coords, self._named(site, code, row))
-                    yield Count(loss.name, loss.stage, tokens, found, declared, text, ops=ops)
+                    seen_from = partial(self._seen_from, place=position, data_rank=data_rank)
+                    ops = rows_to_blame(self._scaled(site, code, position, row, read), error, seen_from)
+                    tokens = self._tokens(position, coords, self._named(site, code, row))
+                    yield Count(loss.name, loss.stage, tokens, actual, declared, text, ops=ops)
                     return
 
     def _unlike(
-        self, site: Site, ratio: Coefficient, code: int, place: int, coords: Mapping[str, int], read: _Sum
+        self, site: Site, ratio: Coefficient, code: int, position: int, coords: Mapping[str, int], read: _Sum
     ) -> Iterator[Count]:
         """The tokens of a micro-batch, if those that were seen first have another weight."""
         loss = site.loss
-        row = site.forward(self.model, code, place, coords)
-        tokens = self._tokens(place, coords, self._named(site, code, row))
-        here = _Weight(ratio, tokens, read.name, partial(self._scaled, site, code, place, row, read))
-        like = self._likes.setdefault((loss.name, loss.stage), here)
+        row = site.forward(self.model, code, position, coords)
+        tokens = self._tokens(position, coords, self._named(site, code, row))
+        own = _Weight(ratio, tokens, read.name, partial(self._scaled, site, code, position, row, read))
+        like = self._likes.setdefault((loss.name, loss.stage), own)
         if like.ratio != ratio:
             others = f"{like.tokens} in that of `{like.name}`" if like.tokens == tokens else like.tokens
-            ops = rows_to_blame_for_both(ratio, here.scaled(), like.ratio, like.scaled())
+            ops = rows_to_blame_for_both(ratio, own.scaled(), like.ratio, like.scaled())
             yield Count(loss.name, loss.stage, tokens, ratio, None, str(like.ratio), others, ops)
 
-    def _scaled(self, site: Site, code: int, place: int, forward: int | None, read: _Sum) -> list[ScaledRow]:
+    def _scaled(self, site: Site, code: int, position: int, forward: int | None, read: _Sum) -> list[ScaledRow]:
         """The scaled rows that the tokens of a micro-batch meet: between stages, on their gradients, on their loss."""
-        result = read.scaled(place)
+        result = read.scaled(position)
         if forward is not None:
             travelling = self.sites.travelling
             between = [] if travelling is None else list(travelling.rows(forward, read.stage))
@@ -326,7 +330,7 @@ class UpdateChecker:
         """(micro-batch's place, data rank) of tokens that a ratio may mean different things for."""
         if not self.model.facts.token_counts:
             named = any("[" in name for name in ratio.names)
-            yield from ((place, 0) for place in (places if named else places[:1]).tolist())
+            yield from ((position, 0) for position in (places if named else places[:1]).tolist())
             return
         lines = []
         for axis in BATCH_AXES:
@@ -334,7 +338,7 @@ class UpdateChecker:
             lines.append([coords[axis]] if axis in coords else range(size))
         num_inner = int(self.model.grid.size(BATCH_AXES[1]).number or 1)
         for outer, inner in product(*lines):
-            yield from ((place, outer * num_inner + inner) for place in places.tolist())
+            yield from ((position, outer * num_inner + inner) for position in places.tolist())
 
     def _seen_from(self, ratio: Coefficient, place: int, data_rank: int) -> Coefficient:
         """A ratio as a token of one micro-batch has it."""
@@ -344,7 +348,7 @@ class UpdateChecker:
                 ratio = ratio.where(own, Coefficient.named(name))
         return self.model.in_numbers(ratio, data_rank, place)
 
-    def _tokens(self, place: int, coords: Mapping[str, int], row: int | None) -> str:
+    def _tokens(self, position: int, coords: Mapping[str, int], row: int | None) -> str:
         """Text for tokens: those at some coordinates, or those of the rank of a forward with a scale."""
         grid = self.model.grid
         if row is not None:
@@ -352,7 +356,7 @@ class UpdateChecker:
             axes = [axis for axis in grid.axes if axis in TOKEN_AXES and axis not in grid.folded]
             coords = {axis: grid.place(rank, axis) for axis in axes}
         where = "".join(f" on {axis} {at}" for axis, at in coords.items())
-        return f"micro-batch {self.model.graph.work_item_text(int(self.model.micro_batches[place]))}{where}"
+        return f"micro-batch {self.model.graph.work_item_text(int(self.model.micro_batches[position]))}{where}"
 
 
 def unscaled(parameter: ParameterGradient, stage: int) -> Site:

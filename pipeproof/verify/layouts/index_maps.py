@@ -146,8 +146,8 @@ def _first(use: MapUse) -> str:
     for rank in sorted(use.holds.keys() | use.taken_for.keys()):
         nothing = IndexMap.of([])
         for one in differences(use.holds.get(rank, nothing), use.taken_for.get(rank, nothing)):
-            here, there = (f"global {i}" if i != NOWHERE else "nothing" for i in (one.first, one.second))
-            return f"local element {one.local} of rank {rank} is {here} and is taken for {there}"
+            held_text, there = (f"global {i}" if i != NOWHERE else "nothing" for i in (one.first, one.second))
+            return f"local element {one.local} of rank {rank} is {held_text} and is taken for {there}"
     raise AssertionError("there is a difference")
 
 

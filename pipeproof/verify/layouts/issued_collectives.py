@@ -113,16 +113,16 @@ class _Needed:
     def slots(self, graph: OpGraph, parents: IntColumn) -> IntColumn:
         """The place of each computation in ``calls``; ``NONE`` for a stage or work item that the plan does not have."""
         place_of_kind = np.full(max(KIND_CODE.values()) + 1, NONE, dtype=np.int64)
-        for place, kind in enumerate(_COMPUTES):
-            place_of_kind[KIND_CODE[kind]] = place
+        for index, kind in enumerate(_COMPUTES):
+            place_of_kind[KIND_CODE[kind]] = index
         stage, work_item = graph.stage[parents], graph.work_item[parents]
-        known = (stage >= 0) & (stage < self._num_stages)
+        inside = (stage >= 0) & (stage < self._num_stages)
         size = np.zeros_like(stage)
         if self._by_work_item:
-            known &= (work_item >= 0) & (work_item < len(self._by_work_item))
-            size = np.array(self._by_work_item, dtype=np.int64)[np.where(known, work_item, 0)]
+            inside &= (work_item >= 0) & (work_item < len(self._by_work_item))
+            size = np.array(self._by_work_item, dtype=np.int64)[np.where(inside, work_item, 0)]
         slot = (size * self._num_stages + stage) * len(_COMPUTES) + place_of_kind[graph.kind[parents]]
-        return np.where(known, slot, NONE)
+        return np.where(inside, slot, NONE)
 
 
 def _calls(kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], plan: PlanSpec) -> Iterator[tuple[str, Collective]]:
@@ -177,15 +177,15 @@ def _differs(graph: OpGraph, needed: _Needed, parents: IntColumn) -> BoolColumn:
     slot[parents] = needed.slots(graph, parents)
     num_children = np.bincount(graph.parent[children], minlength=graph.num_ops)
     wrong = np.zeros(graph.num_ops, dtype=bool)
-    known = parents[slot[parents] != NONE]
-    wrong[known] = num_children[known] != needed.count[slot[known]]
+    planned = parents[slot[parents] != NONE]
+    wrong[planned] = num_children[planned] != needed.count[slot[planned]]
     parent = graph.parent[children]
-    place = place_in_group(parent)
-    fits = (slot[parent] != NONE) & (place < needed.count[slot[parent]])
-    children, parent, place = children[fits], parent[fits], place[fits]
+    position = place_in_group(parent)
+    fits = (slot[parent] != NONE) & (position < needed.count[slot[parent]])
+    children, parent, position = children[fits], parent[fits], position[fits]
     if len(children):
-        expected = needed.table[needed.first[slot[parent]] + place]
-        found = np.stack(
+        expected = needed.table[needed.first[slot[parent]] + position]
+        actual = np.stack(
             [
                 graph.kind[children],
                 graph.axis[children],
@@ -195,7 +195,7 @@ def _differs(graph: OpGraph, needed: _Needed, parents: IntColumn) -> BoolColumn:
             ],
             axis=1,
         )
-        wrong[parent[(found != expected).any(axis=1)]] = True
+        wrong[parent[(actual != expected).any(axis=1)]] = True
     return wrong[parents]
 
 
@@ -219,22 +219,22 @@ def _first(graph: OpGraph, needed: _Needed, parent: int, children: list[int]) ->
     slot = int(needed.slots(graph, np.array([parent]))[0])
     expected, layers = needed.calls[slot], needed.layers[slot]
     names = graph.reduction_names
-    for place in range(max(len(children), len(expected))):
-        call = expected[place] if place < len(expected) else None
-        child = children[place] if place < len(children) else None
+    for position in range(max(len(children), len(expected))):
+        call = expected[position] if position < len(expected) else None
+        child = children[position] if position < len(children) else None
         needs = "none"
         if call is not None:
-            where = f"{call.label} of `{layers[place]}`, stage {int(graph.stage[parent])}"
+            where = f"{call.label} of `{layers[position]}`, stage {int(graph.stage[parent])}"
             needs = f"{_KINDS[call.kind]} of {call.numel} over {call.axis} ({where})"
         if call is not None and call.dtype is not None:
             needs += f" in {call.dtype}"
         if child is None:
-            return f"{len(children)} collectives and needs {len(expected)}: number {place} should be {needs}"
-        found = graph.ops[child]
+            return f"{len(children)} collectives and needs {len(expected)}: number {position} should be {needs}"
+        issued = graph.ops[child]
         size = int(graph.stop[child] - graph.start[child])
         tensor = int(graph.tensor[child])
         dtype = needed.of_activations if tensor == NONE else graph.tensors[tensor].dtype
-        is_same = call is not None and (found.kind, found.axis, size, names[int(graph.reduction[child])], dtype) == (
+        is_same = call is not None and (issued.kind, issued.axis, size, names[int(graph.reduction[child])], dtype) == (
             _KINDS[call.kind],
             call.axis,
             call.numel,
@@ -243,7 +243,7 @@ def _first(graph: OpGraph, needed: _Needed, parent: int, children: list[int]) ->
         )
         if not is_same:
             own = "" if dtype == needed.of_activations else f" in {dtype}"
-            return f"{found.kind} of {size} over {found.axis}{own} as its collective {place}, and needs {needs}"
+            return f"{issued.kind} of {size} over {issued.axis}{own} as its collective {position}, and needs {needs}"
     raise AssertionError("the computation was found wrong")
 
 

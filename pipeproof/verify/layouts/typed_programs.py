@@ -201,11 +201,11 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
             ("backward", layer.backward_collectives, needed.backward),
             ("weights' gradients", weight_calls(subject.plan.spec, layer), again),
         ):
-            place = _first_difference(listed, expected)
-            if place is not None:
-                here, there = (_collective_text(c[place : place + 1]) for c in (listed, expected))
+            index = _first_difference(listed, expected)
+            if index is not None:
+                listed_text, there = (_collective_text(c[index : index + 1]) for c in (listed, expected))
                 yield COLLECTIVES.finding(
-                    f"collective {place} of the {way} of `{layer.name}` is listed as {here}, and its types need "
+                    f"collective {index} of the {way} of `{layer.name}` is listed as {listed_text}, and its types need "
                     f"{there}",
                     help="list what the types need, or change the operation that needs it",
                 )

@@ -76,9 +76,9 @@ class Uses:
         """For each use, where the uses of its buffer begin, and the last write or free before it there (else NONE)."""
         if not len(self):
             return self.buffer, self.buffer
-        place = np.arange(len(self))
-        begins = np.maximum.accumulate(np.where(np.diff(self.buffer, prepend=NONE) != 0, place, 0))
-        changed = np.maximum.accumulate(np.where(self.changes, place, NONE))
+        index = np.arange(len(self))
+        begins = np.maximum.accumulate(np.where(np.diff(self.buffer, prepend=NONE) != 0, index, 0))
+        changed = np.maximum.accumulate(np.where(self.changes, index, NONE))
         last = np.concatenate([[NONE], changed[:-1]])
         return begins, np.where(last >= begins, last, NONE)
 
@@ -163,9 +163,9 @@ def _ends(
     holder = np.array([rank for rank, _ in names], dtype=np.int64)[buffer[named] - first_named]
     end = op.copy()
     abroad = graph.is_kind(COLLECTIVE_KINDS)[op[named]] & (holder != graph.rank[op[named]])
-    for place, rank in zip(named[abroad].tolist(), holder[abroad].tolist(), strict=True):
-        members = graph.members_of(int(op[place]))
-        end[place] = next((member for member in members if graph.rank[member] == rank), op[place])
+    for index, rank in zip(named[abroad].tolist(), holder[abroad].tolist(), strict=True):
+        members = graph.members_of(int(op[index]))
+        end[index] = next((member for member in members if graph.rank[member] == rank), op[index])
     return end
 
 
@@ -190,8 +190,8 @@ def _freed(
     by_op = np.argsort(op, kind="stable")
     first, last = (np.searchsorted(op[by_op], target, side=side) for side in ("left", "right"))
     count = last - first
-    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-    return buffer[by_op[place]], np.repeat(frees, count), np.full(len(place), FREES)
+    index = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    return buffer[by_op[index]], np.repeat(frees, count), np.full(len(index), FREES)
 
 
 def _targets(graph: OpGraph, frees: IntColumn) -> IntColumn:
@@ -207,10 +207,10 @@ def _targets(graph: OpGraph, frees: IntColumn) -> IntColumn:
     order = np.argsort(key, kind="stable")
     candidates, place_key = candidates[order], key[order] * graph.num_ops + candidates[order]
     after = np.searchsorted(place_key, free_key * graph.num_ops + frees)
-    for place in (after, after - 1):  # the one before it, where there is one, has the last word
-        inside = (place >= 0) & (place < len(candidates))
-        fits = np.flatnonzero(inside)[place_key[place[inside]] // graph.num_ops == free_key[inside]]
-        target[fits] = candidates[place[fits]]
+    for index in (after, after - 1):  # the one before it, where there is one, has the last word
+        inside = (index >= 0) & (index < len(candidates))
+        fits = np.flatnonzero(inside)[place_key[index[inside]] // graph.num_ops == free_key[inside]]
+        target[fits] = candidates[index[fits]]
     return target
 
 

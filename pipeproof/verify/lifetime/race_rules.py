@@ -37,27 +37,27 @@ class UseText:
         self._graph = analysis.subject.graph
         self._uses, self._home = uses, home
 
-    def op(self, place: int) -> int:
+    def op(self, index: int) -> int:
         """The graph's id of the operation of a use."""
-        op = int(self._uses.op[place])
+        op = int(self._uses.op[index])
         return op if self._home is None else int(self._home[op])
 
-    def text(self, place: int) -> str:
+    def text(self, index: int) -> str:
         """The operation of a use."""
-        return str(self._graph.ops[self.op(place)])
+        return str(self._graph.ops[self.op(index)])
 
-    def rank(self, place: int) -> str:
+    def rank(self, index: int) -> str:
         """The rank of a use, with its coordinates."""
-        return self.subject.coords_text(int(self._graph.rank[self.op(place)]))
+        return self.subject.coords_text(int(self._graph.rank[self.op(index)]))
 
-    def does(self, place: int) -> str:
+    def does(self, index: int) -> str:
         """Effect of a use on its buffer, as a verb."""
-        mode = int(self._uses.mode[place])
+        mode = int(self._uses.mode[index])
         return "frees" if mode & FREES else "writes" if mode & WRITES else "reads"
 
-    def use(self, place: int, pair: tuple[int, int]) -> str:
+    def use(self, index: int, pair: tuple[int, int]) -> str:
         """One of a pair of uses: ``0B0 writes buffer `x```."""
-        return f"{self.text(place)} {self.does(place)} {self.buffer(*pair)}"
+        return f"{self.text(index)} {self.does(index)} {self.buffer(*pair)}"
 
     def buffer(self, first: int, second: int) -> str:
         """The buffer of two uses, by its name or by what makes it."""
@@ -87,18 +87,18 @@ class UseText:
         on_host = self._uses.tensors.is_named(np.array(buffer), HOST)
         return f"the {'host' if on_host else 'reloaded'} copy of what {forward} keeps"
 
-    def _persistent(self, place: int) -> str:
-        name = "gradient" if self._uses.is_gradient[place] else "weights"
-        return f"the {name} of stage {self._graph.ops[self.op(place)].stage}"
+    def _persistent(self, index: int) -> str:
+        name = "gradient" if self._uses.is_gradient[index] else "weights"
+        return f"the {name} of stage {self._graph.ops[self.op(index)].stage}"
 
-    def queue(self, place: int) -> str:
+    def queue(self, index: int) -> str:
         """Text of the queue that an operation runs on."""
-        number = int(self._graph.queue[self.op(place)])
+        number = int(self._graph.queue[self.op(index)])
         return "its channel" if number == NONE else f"queue `{self._graph.queues[number]}`"
 
-    def wait(self, place: int) -> str:
+    def wait(self, index: int) -> str:
         """Text about the wait for an operation: ``WAIT(x) comes too late``."""
-        op = self.op(place)
+        op = self.op(index)
         waits = (self._graph.waits_for == op).nonzero()[0]
         text = self._graph.ops[op]
         if not len(waits):
@@ -276,14 +276,14 @@ def _uses_after_free(analysis: Lifetimes, places: list[int]) -> Iterator[Finding
     uses = analysis.in_order
     texts = UseText(analysis, uses)
     _, last = uses.last_change
-    for place in places:
-        freer = int(last[place])
-        again = bool(uses.mode[place] & FREES)
-        fact = f"{texts.use(place, (freer, place))}{' again' if again else ''}, which {texts.text(freer)} freed before"
-        fix = f"drop one of the two, {texts.text(freer)} and {texts.text(place)}"
+    for index in places:
+        freer = int(last[index])
+        again = bool(uses.mode[index] & FREES)
+        fact = f"{texts.use(index, (freer, index))}{' again' if again else ''}, which {texts.text(freer)} freed before"
+        fix = f"drop one of the two, {texts.text(freer)} and {texts.text(index)}"
         if not again:
-            fix = f"move {texts.text(freer)} behind {texts.text(place)}"
-        yield about(analysis.subject, FREED_IN_USE, f"{texts.rank(place)}: {fact}", map(texts.op, (freer, place)), fix)
+            fix = f"move {texts.text(freer)} behind {texts.text(index)}"
+        yield about(analysis.subject, FREED_IN_USE, f"{texts.rank(index)}: {fact}", map(texts.op, (freer, index)), fix)
 
 
 def _check_across_steps(subject: Subject) -> Iterator[Finding]:
@@ -356,18 +356,18 @@ def _check_unwritten(subject: Subject) -> Iterator[Finding]:
 def _unwritten(analysis: Lifetimes, places: list[int]) -> Iterator[Finding]:
     uses = analysis.in_order
     texts = UseText(analysis, uses)
-    for place in places:
-        same = np.flatnonzero(uses.buffer == uses.buffer[place])
+    for index in places:
+        same = np.flatnonzero(uses.buffer == uses.buffer[index])
         writers = same[uses.changes[same]].tolist()
-        later = next((p for p in writers if p != place), None)
+        later = next((p for p in writers if p != index), None)
         if later is None:
-            fact = f"adds to {texts.buffer(place, place)}, which nothing sets before"
-            fix = f"write {texts.buffer(place, place)} (zeros, for a sum) before {texts.text(place)}"
+            fact = f"adds to {texts.buffer(index, index)}, which nothing sets before"
+            fix = f"write {texts.buffer(index, index)} (zeros, for a sum) before {texts.text(index)}"
         else:
-            fact = f"reads {texts.buffer(place, later)}, but {texts.text(later)} writes it only later"
-            fix = f"move {texts.text(place)} behind {texts.text(later)}"
-        ops = [texts.op(p) for p in (place, later) if p is not None]
-        yield about(analysis.subject, UNWRITTEN, f"{texts.rank(place)}: {texts.text(place)} {fact}", ops, fix)
+            fact = f"reads {texts.buffer(index, later)}, but {texts.text(later)} writes it only later"
+            fix = f"move {texts.text(index)} behind {texts.text(later)}"
+        ops = [texts.op(p) for p in (index, later) if p is not None]
+        yield about(analysis.subject, UNWRITTEN, f"{texts.rank(index)}: {texts.text(index)} {fact}", ops, fix)
 
 
 RULES: tuple[Rule, ...] = (

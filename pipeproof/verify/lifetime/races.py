@@ -49,8 +49,8 @@ def neighbours(uses: Uses) -> tuple[IntColumn, IntColumn]:
     """Pairs of uses (places, earlier and later) whose order implies that of all conflicting uses."""
     begins, last = uses.last_change
     after_change = np.flatnonzero(last != NONE)
-    place = np.arange(len(uses))
-    following = np.minimum.accumulate(np.where(uses.changes, place, len(uses))[::-1])[::-1]
+    index = np.arange(len(uses))
+    following = np.minimum.accumulate(np.where(uses.changes, index, len(uses))[::-1])[::-1]
     reads = np.flatnonzero(~uses.changes & (following < len(uses)))
     reads = reads[begins[following[reads]] == begins[reads]]
     return np.concatenate([last[after_change], reads]), np.concatenate([after_change, following[reads]])
@@ -83,14 +83,14 @@ def _check_pair(
 ) -> None:
     code = code_of(pair)
     buffer = int(uses.buffer[pair[0]])
-    first, second = (int(uses.op[place]) for place in pair)
+    first, second = (int(uses.op[index]) for index in pair)
     if code is None or (order.call[first] != NONE and order.call[first] == order.call[second]):
         return
     if len(races.pairs.get(code, ())) >= most:
         races.unexamined[code] += 1
         races.racing.add(buffer)
         return
-    first_end, second_end = (int(uses.end[place]) for place in pair)
+    first_end, second_end = (int(uses.end[index]) for index in pair)
     if order.before(first_end, second):
         return
     if order.before(second_end, first):
@@ -120,8 +120,8 @@ def settled(order: Order, uses: Uses, races: Races) -> Uses:
 def after_free(uses: Uses) -> IntColumn:
     """Uses (places) of a buffer that was freed and not written since; writes alone bring it back."""
     _, last = uses.last_change
-    known = np.flatnonzero(last != NONE)
-    gone = known[(uses.mode[last[known]] & FREES) != 0]
+    after_change = np.flatnonzero(last != NONE)
+    gone = after_change[(uses.mode[last[after_change]] & FREES) != 0]
     wrong: IntColumn = gone[uses.reads[gone] | ((uses.mode[gone] & (WRITES | FREES)) == FREES)]
     return wrong
 
@@ -210,7 +210,7 @@ class Lifetimes:
         uses = repeated(persistent, order)
 
         def code_of(pair: Pair) -> str | None:
-            first, second = (order.step[uses.op[place]] for place in pair)
+            first, second = (order.step[uses.op[index]] for index in pair)
             return NEXT_STEP if first != second else None
 
         return order, uses, find_races(order, uses, code_of, most=MOST_PER_CODE)
@@ -226,8 +226,8 @@ class Lifetimes:
         transfers = graph.is_kind(TRANSFER_KINDS) & (graph.queue == NONE) & (graph.match != NONE)
         waited = np.zeros(graph.num_ops, dtype=bool)
         waited[graph.waits_for[graph.waits_for != NONE]] = True
-        found = np.flatnonzero(transfers & ~waited)
-        return found if not len(found) else found[[not self.waited_too_early(op) for op in found.tolist()]]
+        ops = np.flatnonzero(transfers & ~waited)
+        return ops if not len(ops) else ops[[not self.waited_too_early(op) for op in ops.tolist()]]
 
     @cached_property
     def _early_waits(self) -> frozenset[tuple[int, int, int, int]]:
@@ -247,15 +247,15 @@ def lifetimes(subject: Subject) -> Lifetimes:
     """The analysis of a subject's buffers; see ``Subject.once``."""
     direct = () if subject.lowered is None else subject.lowered.direct
     order, uses = order_of(subject.graph, subject.backend), uses_of(subject.graph, direct)
-    found = Lifetimes(subject, order, uses, Races())
+    result = Lifetimes(subject, order, uses, Races())
 
     def code_of(pair: Pair) -> str | None:
-        first, second = (int(uses.op[place]) for place in pair)
+        first, second = (int(uses.op[index]) for index in pair)
         if (uses.mode[pair[0]] | uses.mode[pair[1]]) & FREES:
             return FREED
         if order.rank[first] != order.rank[second] or order.queue[first] != NONE:
             return UNORDERED
-        if found.waited_too_early(first):
+        if result.waited_too_early(first):
             return None
         return RECEIVING if subject.graph.ops[first].kind in RECV_KINDS else SENDING
 

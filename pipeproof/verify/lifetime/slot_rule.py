@@ -49,27 +49,27 @@ class Pool:
         ``twice`` is the order of two steps, where it is not plain that one ends before the next begins.
         """
         held, following = self.holders[:, :-num_slots], self.transfers[num_slots:]
-        found = self._first_open(order, order, held, following, self.transfers)
-        if found is None and twice is not None:
+        conflict = self._first_open(order, order, held, following, self.transfers)
+        if conflict is None and twice is not None:
             in_first, in_second = (np.flatnonzero(twice.step == step) for step in range(2))
             last = np.arange(max(0, len(self.transfers) - num_slots), len(self.transfers))
             holders = np.where(self.holders[:, last] == NONE, NONE, in_first[self.holders[:, last]])
             following = in_second[self.transfers[last % num_slots]]
-            found = self._first_open(order, twice, holders, following, self.transfers[last])
-        return found
+            conflict = self._first_open(order, twice, holders, following, self.transfers[last])
+        return conflict
 
     @staticmethod
     def _first_open(
         home: Order, order: Order, held: IntColumn, following: IntColumn, owners: IntColumn
     ) -> tuple[int, int, int] | None:
-        kind, place = np.nonzero(held != NONE)
-        holder, then = held[kind, place], following[place]
+        kind, column = np.nonzero(held != NONE)
+        holder, then = held[kind, column], following[column]
         in_program = holder < then
         ordered = np.zeros(len(then), dtype=bool)
         ordered[in_program] = order.definitely_before(holder[in_program], then[in_program])
         for i in np.flatnonzero(~ordered)[np.argsort(then[~ordered], kind="stable")].tolist():
             if not order.before(int(holder[i]), int(then[i])):
-                return int(owners[place[i]]), int(order.home[holder[i]]), int(order.home[then[i]])
+                return int(owners[column[i]]), int(order.home[holder[i]]), int(order.home[then[i]])
         return None
 
     @cached_property

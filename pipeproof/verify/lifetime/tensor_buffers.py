@@ -56,10 +56,10 @@ class _Numbering:
     def of(self, keys: IntColumn) -> IntColumn:
         """The numbers of keys, all of them >= 0."""
         if self._table is not None:
-            known = keys < len(self._table)
-            return np.where(known, self._table[np.where(known, keys, 0)], NONE)
-        place = np.minimum(np.searchsorted(self._keys, keys), self.count - 1)
-        return np.where(self._keys[place] == keys, place, NONE)
+            inside = keys < len(self._table)
+            return np.where(inside, self._table[np.where(inside, keys, 0)], NONE)
+        index = np.minimum(np.searchsorted(self._keys, keys), self.count - 1)
+        return np.where(self._keys[index] == keys, index, NONE)
 
 
 class StageTensors:
@@ -99,9 +99,9 @@ class StageTensors:
 
     def first_at(self, ops: IntColumn) -> IntColumn:
         """By place the first of ``ops`` (in program order), else NONE."""
-        found = np.full(self.num_places, NONE, dtype=np.int64)
-        found[self.place[ops[::-1]]] = ops[::-1]
-        return found
+        first_ops = np.full(self.num_places, NONE, dtype=np.int64)
+        first_ops[self.place[ops[::-1]]] = ops[::-1]
+        return first_ops
 
     def last_at(self, ops: IntColumn) -> IntColumn:
         """By place the last of ``ops`` (in program order), else NONE."""
@@ -110,9 +110,9 @@ class StageTensors:
     def neighbour(self, ops: IntColumn, step: int) -> IntColumn:
         """The place of the same micro-batch ``step`` stages behind, on the same rank; else NONE."""
         stage = self._stages.of(self._stage_key(ops, step=step))
-        known = stage != NONE
-        key = np.where(known, stage, 0) * self._num_work_items + self._graph.work_item[ops]
-        return np.where(known, self._places.of(key), NONE)
+        exists = stage != NONE
+        key = np.where(exists, stage, 0) * self._num_work_items + self._graph.work_item[ops]
+        return np.where(exists, self._places.of(key), NONE)
 
     @cached_property
     def _entry(self) -> IntColumn:
@@ -147,8 +147,8 @@ class StageTensors:
         """Number of buffers of ``flow``."""
         return self.num_places * _PER_PLACE + (int(self._entry.max(initial=NONE)) + 1)
 
-    def _at(self, place: IntColumn, name: int | IntColumn) -> IntColumn:
-        return place * _PER_PLACE + name
+    def _at(self, cell: IntColumn, name: int | IntColumn) -> IntColumn:
+        return cell * _PER_PLACE + name
 
     def _boundary(self, ops: IntColumn) -> IntColumn:
         return self.num_places * _PER_PLACE + self._entry[ops]
@@ -250,8 +250,8 @@ class StageTensors:
             (OpKind.BACKWARD_WEIGHT, in_backward, READS),
         ):
             ops = self.of_kind(kind)
-            place = self.place[ops]
-            yield self._at(place, name if isinstance(name, int) else name[place]), ops, bits
+            cell = self.place[ops]
+            yield self._at(cell, name if isinstance(name, int) else name[cell]), ops, bits
 
     def is_named(self, buffer: IntColumn, *names: int) -> BoolColumn:
         """Mask of the numbers that are buffers of ``flow`` with one of these names (KEPT, ..)."""

@@ -54,12 +54,12 @@ class Relations:
         span = self.spans[i]
         if self._graph is not None:
             target = int(self._graph.waits_for[span.op_id])
-            found = None if target == NONE else self._by_key.get((span.step, target))
+            awaited = None if target == NONE else self._by_key.get((span.step, target))
         else:
             posted = self._transfers_by_text.get((span.step, span.rank, str(self.ops[i].target)), [])
-            place = bisect_left(posted, (span.op_id, 0)) - 1
-            found = posted[place][1] if place >= 0 else None
-        return found if found is not None and self.spans[found].queue != COMPUTE_QUEUE else None
+            index = bisect_left(posted, (span.op_id, 0)) - 1
+            awaited = posted[index][1] if index >= 0 else None
+        return awaited if awaited is not None and self.spans[awaited].queue != COMPUTE_QUEUE else None
 
     def part_before(self, i: int) -> int | None:
         """The part, or the exchange between parts, that span i follows in its computation."""
@@ -104,10 +104,10 @@ class Relations:
 
     def _before(self, ends: _Ends, i: int) -> int | None:
         span = self.spans[i]
-        place = bisect_left(ends, (span.start, span.step, span.op_id, -1))
-        while place and (ends[place - 1][1], ends[place - 1][2]) >= (span.step, span.op_id):
-            place -= 1
-        return ends[place - 1][3] if place else None
+        index = bisect_left(ends, (span.start, span.step, span.op_id, -1))
+        while index and (ends[index - 1][1], ends[index - 1][2]) >= (span.step, span.op_id):
+            index -= 1
+        return ends[index - 1][3] if index else None
 
     @cached_property
     def _queue_ends(self) -> dict[tuple[int, str], _Ends]:
@@ -364,11 +364,11 @@ def _held_by(relations: Relations, i: int) -> int | None:
 
 def _before(relations: Relations, i: int) -> int | None:
     """The last to end among the operations that had to end before span i could begin."""
-    spans, found = relations.spans, [relations.before_on_host(i), relations.part_before(i)]
+    spans, candidates = relations.spans, [relations.before_on_host(i), relations.part_before(i)]
     if spans[i].queue != COMPUTE_QUEUE:
-        found.append(relations.before_on_queue(i))
-    known = [j for j in found if j is not None]
-    if all(spans[j].end < spans[i].start for j in known):  # the host may have been held by a transfer that it posted
+        candidates.append(relations.before_on_queue(i))
+    earlier = [j for j in candidates if j is not None]
+    if all(spans[j].end < spans[i].start for j in earlier):  # the host may have been held by a transfer that it posted
         held = relations.transfer_before(i)
-        known += [] if held is None else [held]
-    return max(known, key=lambda j: spans[j].end, default=None)  # of equal ends the first, that is the host's
+        earlier += [] if held is None else [held]
+    return max(earlier, key=lambda j: spans[j].end, default=None)  # of equal ends the first, that is the host's

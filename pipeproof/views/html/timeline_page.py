@@ -94,7 +94,7 @@ def payload(
     tracks = _tracks(relations, shown)
     keys = sorted(tracks)
     order = [i for key in keys for i in tracks[key]]
-    place = {i: at for at, i in enumerate(order)}
+    positions = {i: at for at, i in enumerate(order)}
     lane_place = {lane: at for at, lane in enumerate(lanes)}
     names = sorted({relations.spans[i].op for i in order})
     name_place = {name: at for at, name in enumerate(names)}
@@ -121,12 +121,12 @@ def payload(
         "bytes": _doubles([_bytes_of(graph, relations, i) for i in order]),
         "critical": _narrow([i in on_path for i in order]),
         "path": {
-            "span": _narrow([place[part.span] for part in worked]),
+            "span": _narrow([positions[part.span] for part in worked]),
             "start": _times(timeline, [part.begin for part in worked]),
             "end": _times(timeline, [part.end for part in worked]),
         },
-        "causes": _causes(relations, place, order),
-        "arrows": _arrows(relations, place, {(part.source, part.span) for part in path}),
+        "causes": _causes(relations, positions, order),
+        "arrows": _arrows(relations, positions, {(part.source, part.span) for part in path}),
         "idle": _idle(timeline, relations),
         "held": curves,
         "held_unit": held.unit,
@@ -209,37 +209,37 @@ def _bytes_of(graph: OpGraph | None, relations: Relations, i: int) -> int:
     return int(graph.stop[op_id] - graph.start[op_id]) * dtype_bytes(dtype)
 
 
-def _causes(relations: Relations, place: dict[int, int], order: Sequence[int]) -> dict[str, dict[str, str]]:
+def _causes(relations: Relations, positions: dict[int, int], order: Sequence[int]) -> dict[str, dict[str, str]]:
     """The causes of each span, as its place and 1, or 0; spans that are not drawn are passed over."""
     causes = [cause(relations, i) for i in order]
     return {
-        "source": _narrow([0 if source is None else place.get(source, -1) + 1 for source, _ in causes]),
-        "before": _narrow([_first_drawn(relations, place, before) + 1 for _, before in causes]),
+        "source": _narrow([0 if source is None else positions.get(source, -1) + 1 for source, _ in causes]),
+        "before": _narrow([_first_drawn(relations, positions, before) + 1 for _, before in causes]),
     }
 
 
-def _first_drawn(relations: Relations, place: dict[int, int], i: int | None) -> int:
+def _first_drawn(relations: Relations, positions: dict[int, int], i: int | None) -> int:
     """The place of the first drawn span from i back, -1 without one."""
     seen: set[int] = set()  # a measured clock may run backwards between ranks
-    while i is not None and i not in place and i not in seen:
+    while i is not None and i not in positions and i not in seen:
         seen.add(i)
         _, i = cause(relations, i)
-    return -1 if i is None else place.get(i, -1)
+    return -1 if i is None else positions.get(i, -1)
 
 
 def _arrows(
-    relations: Relations, place: dict[int, int], on_path: set[tuple[int | None, int]]
+    relations: Relations, positions: dict[int, int], on_path: set[tuple[int | None, int]]
 ) -> dict[str, dict[str, str]]:
     """Messages from send to receive, and whether the critical path goes along them in either direction."""
     pairs = [
         (i, other)
-        for i in place
-        if relations.ops[i].kind in SEND_KINDS and (other := relations.partner(i)) is not None and other in place
+        for i in positions
+        if relations.ops[i].kind in SEND_KINDS and (other := relations.partner(i)) is not None and other in positions
     ]
-    pairs.sort(key=lambda pair: (relations.spans[pair[0]].start, place[pair[0]]))
+    pairs.sort(key=lambda pair: (relations.spans[pair[0]].start, positions[pair[0]]))
     return {
-        "from": _narrow([place[send] for send, _ in pairs]),
-        "to": _narrow([place[recv] for _, recv in pairs]),
+        "from": _narrow([positions[send] for send, _ in pairs]),
+        "to": _narrow([positions[recv] for _, recv in pairs]),
         "critical": _narrow([pair in on_path or pair[::-1] in on_path for pair in pairs]),
     }
 

@@ -121,20 +121,20 @@ def _own_parts(runner: StepRunner) -> tuple[list[_Part], list[Tensor]]:
     parts: list[_Part] = []
     tensors: list[Tensor] = []
 
-    def add(tensor: Tensor, place: tuple[int, int, str, str | None], *, is_gradient: bool, is_missing: bool) -> None:
+    def add(tensor: Tensor, key: tuple[int, int, str, str | None], *, is_gradient: bool, is_missing: bool) -> None:
         dtype = str(tensor.dtype).removeprefix("paddle.")
-        parts.append(_Part(*place, is_gradient, is_missing, list(tensor.shape), dtype))
+        parts.append(_Part(*key, is_gradient, is_missing, list(tensor.shape), dtype))
         tensors.append(tensor)
 
     for number, stage in runner.modules.items():
         planned = {id(weight): name for name, weight in stage.parameters.items()}
         for item in runner.placed.stages.items(number):
             for name, tensor in _tensors(item.module).items():
-                place = number, item.position, name, planned.get(id(tensor))
-                add(tensor, place, is_gradient=False, is_missing=False)
+                key = number, item.position, name, planned.get(id(tensor))
+                add(tensor, key, is_gradient=False, is_missing=False)
                 if id(tensor) in planned:
                     gradient = paddle.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                    add(gradient, place, is_gradient=True, is_missing=tensor.grad is None)
+                    add(gradient, key, is_gradient=True, is_missing=tensor.grad is None)
     return parts, tensors
 
 
@@ -260,10 +260,10 @@ def _copied(described: Sequence[Any], first: int, end: int) -> list[Any]:
               if type(each) is nn.Linear}  # fmt: skip
     replaced = [(each, each.__dict__.pop("forward")) for each in linear.values() if "forward" in each.__dict__]
     try:
-        known: dict[int, Any] = {}
+        memo: dict[int, Any] = {}
         for position in range(first, end):
             if isinstance(layers[position], nn.Layer):
-                layers[position] = copy.deepcopy(layers[position], known)
+                layers[position] = copy.deepcopy(layers[position], memo)
     finally:
         for each, forward in replaced:
             each.forward = forward

@@ -140,8 +140,8 @@ def _share_overflow(layers: nn.Layer) -> None:
     """
     gradients = [weight.grad for weight in layers.parameters() if weight.grad is not None]
     is_bad = any(not bool(paddle.isfinite(gradient).all()) for gradient in gradients)
-    found = paddle.to_tensor([int(is_bad)], dtype="int32")
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if found.item() and gradients and not is_bad:
+    overflow = paddle.to_tensor([int(is_bad)], dtype="int32")
+    dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+    if overflow.item() and gradients and not is_bad:
         with paddle.no_grad():
             gradients[0].set_value(paddle.full_like(gradients[0], float("inf")))

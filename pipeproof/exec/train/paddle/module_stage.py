@@ -75,8 +75,8 @@ class SplitBackward:
             return None
         if self._aside is None:
             return None
-        known = self._aside.get(index)
-        self._aside[index] = gradient.clone() if known is None else known + gradient
+        previous = self._aside.get(index)
+        self._aside[index] = gradient.clone() if previous is None else previous + gradient
         return paddle.zeros_like(gradient)
 
     def _linear(self, module: paddle.nn.Linear, x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class ModuleStage:
         if data.loss_index is None:
             data.outputs[index] = output
             return paddle.zeros([])
-        found: list[Tensor] = []
+        scaled_losses: list[Tensor] = []
         for loss_function in self._losses:
             assert loss_function is not None, "``Pipeline`` refuses a step without one"
             loss = loss_function(output, data.labels[index])
@@ -206,9 +206,9 @@ class ModuleStage:
                 kind = f"a tensor of shape {loss.shape}" if isinstance(loss, paddle.Tensor) else type(loss).__name__
                 raise PipelineError(f"{self._errors.where(index)}: the loss is {kind}: return a tensor of one element")
             with paddle.amp.auto_cast(enable=False):
-                found.append(loss / self._num_losses if self._num_losses > 1 else loss)
-        data.losses[index] = [loss.detach() for loss in found]
-        return found[data.loss_index]
+                scaled_losses.append(loss / self._num_losses if self._num_losses > 1 else loss)
+        data.losses[index] = [loss.detach() for loss in scaled_losses]
+        return scaled_losses[data.loss_index]
 
     def _checked(self, value: Any, index: int) -> Leaves:
         form, leaves = leaves_of(value, self._errors.where(index), paddle.Tensor)

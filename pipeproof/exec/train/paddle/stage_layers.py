@@ -170,7 +170,7 @@ def _shared_weights(described: Any, module: nn.Layer) -> dict[str, str]:
     """``KEY.ATTRIBUTE`` of the weights that an entry shares, by their names in its layer."""
     if not isinstance(described, SharedLayerDesc):
         return {}
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for attribute in described.shared_weight_attr:
         weight: Any = module
         for part in attribute.split("."):
@@ -178,8 +178,8 @@ def _shared_weights(described: Any, module: nn.Layer) -> dict[str, str]:
         names = [name for name, each in module.named_parameters() if each is weight]
         if not names:
             raise PipelineError(f"`{attribute}` of the shared layer `{described.layer_name}` is not a parameter")
-        found[names[0]] = f"{described.layer_name}.{attribute}"
-    return found
+        by_name[names[0]] = f"{described.layer_name}.{attribute}"
+    return by_name
 
 
 def trained(module: nn.Layer | None) -> dict[str, Tensor]:

@@ -154,10 +154,10 @@ class _Tuning(Tuning):
 
     def _searched(self, costs: Mapping[RunWay, list[LayerCost]]) -> tuple[list[Best], list[Lacking]]:
         """The cuts; a stage has a split backward if its schedule has W, and not otherwise."""
-        found, lacking = super()._searched(costs)
+        best_cuts, lacking = super()._searched(costs)
         sizes = self.agreement.num_ranks, self.num_micro_batches
         return [
-            best for best in found
+            best for best in best_cuts
             if len(costs) == 1 or best.way.splits == (SCHEDULE_KINDS[best.kind].split_backwards(*sizes) > 0)
         ], lacking  # fmt: skip
 

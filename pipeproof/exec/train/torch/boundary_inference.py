@@ -156,10 +156,10 @@ def _bytes_by_layer(kept: Iterable[tuple[torch.Tensor | None, int]]) -> Counter[
         if tensor is not None:
             storage = tensor.untyped_storage()
             first.setdefault(storage._cdata, (layer, storage.nbytes()))  # noqa: SLF001 - identity
-    found: Counter[int] = Counter()
+    by_layer: Counter[int] = Counter()
     for layer, num_bytes in first.values():
-        found[layer] += num_bytes
-    return found
+        by_layer[layer] += num_bytes
+    return by_layer
 
 
 def _reached(value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int | str]:

@@ -114,8 +114,8 @@ def connections_of(make: Callable[[], _T]) -> tuple[_T, tuple[Connection, ...]]:
 
 
 def _connections() -> list[Connection]:
-    found = ((int(name), _addresses(int(name))) for name in os.listdir("/dev/fd"))  # noqa: PTH208 - no Path per file
-    return [Connection(descriptor, addresses) for descriptor, addresses in found if addresses is not None]
+    candidates = ((int(name), _addresses(int(name))) for name in os.listdir("/dev/fd"))  # noqa: PTH208 - no Path per file
+    return [Connection(descriptor, addresses) for descriptor, addresses in candidates if addresses is not None]
 
 
 def _addresses(descriptor: int) -> tuple[Any, Any] | None:

@@ -33,16 +33,16 @@ Order = tuple[int, ...]
 
 def default_names(reference: nn.Module) -> NameOf:
     """Stages whose parameters have the reference's names; else ``stage.name``, as in a list of the stages."""
-    known = dict(reference.named_parameters(remove_duplicate=False))
+    by_name = dict(reference.named_parameters(remove_duplicate=False))
 
     def name_of(stage: int, name: str) -> str:
-        found = next((each for each in (name, f"{stage}.{name}") if each in known), None)
-        if found is None:
+        full_name = next((each for each in (name, f"{stage}.{name}") if each in by_name), None)
+        if full_name is None:
             raise PipelineError(
                 f"the reference has no parameter {name!r}, as stage {stage} calls it, nor {stage}.{name!r}: pass "
                 "`name_of=` with the reference's name of each"
             )
-        return found
+        return full_name
 
     return name_of
 

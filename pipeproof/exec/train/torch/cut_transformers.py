@@ -173,8 +173,8 @@ def _know_consecutive_positions() -> None:
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
         if position_ids is _consecutive.positions:
             return None
-        found: torch.Tensor | None = find(position_ids)
-        return found
+        indices: torch.Tensor | None = find(position_ids)
+        return indices
 
     def ignore_causal_mask_sdpa(
         padding_mask: torch.Tensor | None, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any,
@@ -303,8 +303,8 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
                 f"the cut was not checked with {', '.join(map(repr, sorted(unknown)))}: pass a small batch that has "
                 "it as `example` of stages_of_transformers"
             )
-        given = {*batch, self._inputs.main} if self.is_first else batch
-        missing = [name for name in self._inputs.needed if name not in given]
+        input_names = {*batch, self._inputs.main} if self.is_first else batch
+        missing = [name for name in self._inputs.needed if name not in input_names]
         if missing:
             name = min(missing)
             raise ValueError(
@@ -721,7 +721,7 @@ def _checked_inputs(model: nn.Module, cut: _Cut, bare: Mapping[str, Any]) -> _In
 def _optional(model: nn.Module, bare: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Masks, positions and types of tokens that the model takes, each tried alone."""
     names, main = signature(model.forward).parameters, bare.get("input_ids")
-    found: dict[str, torch.Tensor] = {}
+    extra_inputs: dict[str, torch.Tensor] = {}
     for name in _OPTIONAL:
         tokens = bare.get("decoder_input_ids") if name.startswith("decoder") else main
         if name not in names or name in bare or tokens is None:
@@ -734,11 +734,11 @@ def _optional(model: nn.Module, bare: Mapping[str, Any]) -> dict[str, torch.Tens
         else:
             value[-1, -2:] = 0
         try:
-            _run(model, {**bare, **found, name: value})
+            _run(model, {**bare, **extra_inputs, name: value})
         except Exception:  # noqa: BLE001, S112 - it does not take this one
             continue
-        found[name] = value
-    return found
+        extra_inputs[name] = value
+    return extra_inputs
 
 
 def _is_same(model: nn.Module, cut: _Cut, batch: Mapping[str, Any]) -> bool:
@@ -752,10 +752,10 @@ def _is_same(model: nn.Module, cut: _Cut, batch: Mapping[str, Any]) -> bool:
     stages = [TransformersStage(model, cut, number) for number in range(len(cut.ranges))]
     try:
         with OperationTrace(named) as trace:
-            found = trace.digests_of(_run_stages(stages, cut.inputs, batch, other)[0])
+            actual = trace.digests_of(_run_stages(stages, cut.inputs, batch, other)[0])
     except Exception:  # noqa: BLE001 - a forward that reads something that a stage does not have
         return False
-    return bool(found == expected)
+    return bool(actual == expected)
 
 
 def _named(prefix: str, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -166,12 +166,12 @@ def optimizer_loads(
 
 def _by_key(start: str, metadata: DcpMetadata) -> dict[str, dict[str, str]]:
     """Return the names that begin with ``start`` by the parameter's key and by slot."""
-    found = dict[str, dict[str, str]]()
+    by_key = dict[str, dict[str, str]]()
     for name in (*metadata.tensors, *metadata.objects):
         if name.startswith(start):
             key, _, slot = name.removeprefix(start).rpartition(".")
-            found.setdefault(key, {})[slot] = name
-    return found
+            by_key.setdefault(key, {})[slot] = name
+    return by_key
 
 
 def _group_values(
@@ -358,10 +358,10 @@ def require_equal_copies(ranks: Ranks, held: Sequence[HeldTensor], model: ModelN
         and not isinstance(entry.value, DTensor)
         and (not isinstance(entry.value, nn.Parameter) or len(stages_of[model.keys[entry.location]]) > 1)
     }
-    known = dict[str, tuple[Location, int, str]]()
+    by_key = dict[str, tuple[Location, int, str]]()
     for rank, table in enumerate(ranks.gather(digests)):
         for location, digest in table.items():
-            first, first_rank, expected = known.setdefault(model.keys[location], (location, rank, digest))
+            first, first_rank, expected = by_key.setdefault(model.keys[location], (location, rank, digest))
             if digest != expected:
                 message = (
                     f"{first[1]} of stage {first[0]} on rank {first_rank} and {location[1]} of stage {location[0]} on "

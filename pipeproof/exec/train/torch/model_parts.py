@@ -93,15 +93,15 @@ def _base_of(model: nn.Module, name: str) -> str:
 
 
 def _chain(model: nn.Module, root: str, runs: str) -> Chain:
-    found = [(name, blocks) for name, blocks in _lists(model.get_submodule(root), root)]
+    candidates = [(name, blocks) for name, blocks in _lists(model.get_submodule(root), root)]
     sizes = _numbers_of_blocks(model.config, is_decoder=not root or model.get_submodule(root) is model.get_decoder())
-    exact = [each for each in found if len(each[1]) in sizes]
+    exact = [each for each in candidates if len(each[1]) in sizes]
     if len(exact) > 1:  # images and sound have encoders of their own
         inner = model.get_decoder() if hasattr(model, "get_decoder") else None
         within = {id(module) for module in inner.modules()} if inner is not None else set()
         exact = [each for each in exact if id(each[1]) in within] or exact
     if len(exact) != 1:
-        lists = ", ".join(f"`{name}` of {len(blocks)}" for name, blocks in found) or "none"
+        lists = ", ".join(f"`{name}` of {len(blocks)}" for name, blocks in candidates) or "none"
         number = " or ".join(map(str, sorted(sizes))) or "config.num_hidden_layers"
         raise NotCutError(f"it needs one list of {number} blocks, such as `model.layers`; its lists: {lists}")
     name, blocks = exact[0]
@@ -343,11 +343,11 @@ def _least(num_blocks: int, num_stages: int, fewest: int, value: Callable[..., A
     """
     rest = {num_blocks: of_none}
     for stage in reversed(range(num_stages)):
-        found = {}
+        minima = {}
         for begin in range(num_blocks + 1) if stage else [0]:
             values = [value(stage, begin, end, rest[end]) for end in rest if end - begin >= fewest]
             values = [each for each in values if each is not None]
             if values:
-                found[begin] = min(values)
-        rest = found
+                minima[begin] = min(values)
+        rest = minima
     return rest[0]

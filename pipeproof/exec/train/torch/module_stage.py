@@ -426,14 +426,14 @@ class ModuleStage:
 
     def _not_finite(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> str:
         """Run the micro-batch again, and name the first module with an output that is not finite."""
-        found: list[str] = []
+        module_names: list[str] = []
 
         def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
             def hook(_: nn.Module, __: Any, output: Any) -> None:
                 leaves = output if isinstance(output, tuple | list) else [output]
                 tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
-                if not found and not all(bool(x.isfinite().all()) for x in tensors):
-                    found.append(name)
+                if not module_names and not all(bool(x.isfinite().all()) for x in tensors):
+                    module_names.append(name)
 
             return hook
 
@@ -445,7 +445,7 @@ class ModuleStage:
             for handle in handles:
                 handle.remove()
         elsewhere = "in the loss function" if self._is_last else "and were finite when the stage ran again"
-        where = f"first in module `{found[0] or type(self.module).__name__}`" if found else elsewhere
+        where = f"first in module `{module_names[0] or type(self.module).__name__}`" if module_names else elsewhere
         return f"{self._errors.where(index)}: values are not finite, {where}"
 
 

@@ -85,7 +85,7 @@ class StepRecord:
         answers: list[Any] | None = [None] * dist.get_world_size(self._group) if self._is_first else None
         dist.gather_object(own, answers, dst=dist.get_process_group_ranks(self._group)[0], group=self._group)
         if self._writer is not None and answers is not None:
-            total = next(found for found, _ in answers if found is not None)
+            total = next(loss_array for loss_array, _ in answers if loss_array is not None)
             of_ranks = [(rank, each) for rank, (_, of_rank) in enumerate(answers) for each in of_rank]
             lines = tuple(_lines(self._number, of_ranks))
             self._writer.put(RecordedStep(self._number, f"{float(total):.{DECIMALS}f}", md5_of(total), lines), None)
@@ -112,11 +112,11 @@ def _lines(step: int, of_ranks: Sequence[tuple[int, _Gradient]]) -> Iterator[Rec
         meanings[each.name].add(each.planned)
         by_weight.setdefault(each.planned, []).append((rank, each))
     is_local = any(len(weights) > 1 for weights in meanings.values())
-    for found in reversed(by_weight.values()):
-        first, content = found[0][1], found[0][1].content
+    for copies in reversed(by_weight.values()):
+        first, content = copies[0][1], copies[0][1].content
         name = f"{first.stage}.{first.name}" if is_local else first.name
         whole = tuple((0, size) for size in content.shape)
-        shards = {rank: Shard(rank, each.content.md5, whole) for rank, each in found}
+        shards = {rank: Shard(rank, each.content.md5, whole) for rank, each in copies}
         layer = name.rpartition(".")[0] or WHOLE
         yield replace(content, step=step, layer=layer, parameter=name, shards=tuple(shards.values()))
 

@@ -119,8 +119,10 @@ def _recorded_backward(recorder: LayerRecorder) -> Callable[..., Any]:
         if running[0]:  # a mode of torch functions calls the function again, by its name
             return original(tensors, grad_tensors, *args, **kwargs)
         roots = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
-        given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else [*grad_tensors]
-        for root in roots if not any(each is not None for each in given) else ():
+        gradients = (
+            [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else [*grad_tensors]
+        )
+        for root in roots if not any(each is not None for each in gradients) else ():
             if root.numel() == 1:
                 recorder.scalar_backward(root.detach())
         running[0] = True

@@ -33,10 +33,10 @@ class Replays:
         self._gradients: dict[str, torch.Tensor] = {}
         self._steps: dict[Hashable, ReplayedStep] = {}
 
-    def of(self, words: Hashable, known: Container[Hashable]) -> ReplayedStep | None:
-        """The steps of one signature; None where there are ``MOST_GRAPHS`` others that are ``known``."""
+    def of(self, words: Hashable, signatures: Container[Hashable]) -> ReplayedStep | None:
+        """The steps of one signature; None where there are ``MOST_GRAPHS`` others that are ``signatures``."""
         if words not in self._steps:
-            self._steps = {each: step for each, step in self._steps.items() if each in known}
+            self._steps = {each: step for each, step in self._steps.items() if each in signatures}
             if len(self._steps) >= MOST_GRAPHS:
                 return None
             self._steps[words] = ReplayedStep(self._trained, self._stream, self._gradients)
@@ -152,9 +152,9 @@ class ReplayedStep:
         if form != self._form:
             raise PipelineError(f"replay=True: the arguments of this step have another structure; {fix}")
         for position, (memory, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
-            here, there = _about(leaf), _about(memory)
-            if here != there:
-                raise PipelineError(f"replay=True: argument {position} of this step is {here}, not {there}; {fix}")
+            current, there = _about(leaf), _about(memory)
+            if current != there:
+                raise PipelineError(f"replay=True: argument {position} of this step is {current}, not {there}; {fix}")
         for name, weight in self._trained().items():
             is_known = weight is self._parameters.get(name)
             if not is_known or weight.data_ptr() != self._addresses[name]:
@@ -170,12 +170,12 @@ def require_replayable(device: torch.device, *, is_sharded: bool, reads: bool) -
     Raises:
         PipelineError: names the reason.
     """
-    for given, reason in (
+    for is_refused, reason in (
         (device.type != "cuda", f"a step is captured on a GPU, and the modules are on {device.type}"),
         (is_sharded, "fully_shard allocates gathered weights in each step"),
         (reads, "check_finite=True reads every output on the host"),
     ):
-        if given:
+        if is_refused:
             raise PipelineError(f"replay=True: {reason}; use replay=False")
 
 

@@ -76,10 +76,10 @@ def connected_rounds(address: str, rank: int, num_ranks: int, store: dist.Store,
             sources = _accepted(server, secret.encode(), {(rank + step) % num_ranks for step in steps}, timeout_s)
     except OSError as error:
         raise RuntimeError(f"rank {rank} cannot exchange words with others over {address}: {error}") from None
-    found = zip(steps, targets, strict=True)
+    pairs = zip(steps, targets, strict=True)
     return tuple(
         Round(target, sources[(rank + step) % num_ranks], (rank + step) % num_ranks, min(step, num_ranks - step))
-        for step, target in found
+        for step, target in pairs
     )
 
 

@@ -185,9 +185,9 @@ class Signatures:
         same = [each for each in every if each.has_views(views, order)]
         if self.first.views is None and num == self.first.num_micro_batches:
             same += [self.first] if rows in (None, num * self.first.num_rows) else []
-        found = next((each for each in same if each.num_micro_batches == num), None)
-        if found is not None or not same:
-            return found
+        exact_match = next((each for each in same if each.num_micro_batches == num), None)
+        if exact_match is not None or not same:
+            return exact_match
         like = same[0]
         content = self._sized(like.outputs, like.edges, like.num_rows, num, None)
         return Signature(num, like.num_rows, views, order, like.boundaries, like.outputs, like.edges, content)

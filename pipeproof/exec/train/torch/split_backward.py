@@ -123,8 +123,8 @@ def _accumulate(deferred: Deferred, aside: Sequence[tuple[torch.Tensor, torch.Te
     for edge, gradient, module in deferred:
         weights = [weight for weight in (module.weight, module.bias) if weight is not None and weight.requires_grad]
         for weight, part in zip(weights, torch.autograd.grad([edge], weights, [gradient]), strict=True):
-            known = total.get(id(weight))
-            total[id(weight)] = weight, part if known is None else known[1] + part
+            previous = total.get(id(weight))
+            total[id(weight)] = weight, part if previous is None else previous[1] + part
     deferred.clear()
     for weight, gradient in total.values():
         if weight.grad is not None:
@@ -270,12 +270,12 @@ def _adder(addend: Addend, *, can_own: bool) -> Adder:
     return partial(_add, addend, can_own=can_own and addend.is_fresh)
 
 
-def _add(addend: Addend, weight: nn.Parameter, found: Sequence[torch.Tensor], *, can_own: bool) -> None:
+def _add(addend: Addend, weight: nn.Parameter, graph_outputs: Sequence[torch.Tensor], *, can_own: bool) -> None:
     """Add one addend to ``grad`` of a weight; ``can_own`` is True if nothing else holds its memory.
 
     A new ``grad`` has the layout of its weight, as autograd's has.
     """
-    values = values_of(addend, found)
+    values = values_of(addend, graph_outputs)
     if len(values) == 1:
         value = values[0]
         if weight.grad is not None:

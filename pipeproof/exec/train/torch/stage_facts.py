@@ -377,13 +377,13 @@ class StageDescriber:
         inner = _inner_entries(runs, num_rows, lengths, number)
         if inner is None and not self.is_planned:
             layers = None
-        found = described_layers(number, self.replicas[number].call(), layers)
-        for layer, outputs in zip(found, inner or (), strict=False):
+        entries = described_layers(number, self.replicas[number].call(), layers)
+        for layer, outputs in zip(entries, inner or (), strict=False):
             layer["outputs"] = outputs
         kept = max((run.kept for run in runs if run.kept is not None), key=sum, default=())
-        for layer, num_bytes in zip(found, kept if layers is not None else [sum(kept)] * len(kept[:1]), strict=False):
+        for layer, num_bytes in zip(entries, kept if layers is not None else [sum(kept)] * len(kept[:1]), strict=False):
             layer["activation_bytes"] = num_bytes
-        return found
+        return entries
 
     def _declared_facts(
         self, number: int, entry: dict[str, Any], skeleton: Mapping[str, Any], lengths: Sequence[int]

@@ -466,10 +466,10 @@ def placed_stages(
         if len(holders) > len(planned):
             raise PipelineError(f"stage {number} is on ranks {holders}, and the schedule puts it on {planned} alone")
     for rank, other in enumerate(answers):
-        given, planned = list(other["stages"]), list(placed[rank])
-        if other["whole"] is None and given != planned:
+        actual, planned = list(other["stages"]), list(placed[rank])
+        if other["whole"] is None and actual != planned:
             raise PipelineError(
-                f"rank {rank} has stages {given}, and {skeleton['schedule']['kind']} on {len(placed)} ranks puts "
+                f"rank {rank} has stages {actual}, and {skeleton['schedule']['kind']} on {len(placed)} ranks puts "
                 f"stages {planned} there; `stages_of_rank` gives them"
             )
     return placed

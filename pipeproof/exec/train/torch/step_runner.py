@@ -454,15 +454,15 @@ class RankGradients:
 
     def copies(self, what: Literal["weights", "gradients"]) -> dict[tuple[int, str], Any]:
         """Whole copies on the CPU of the trained weights or their gradients, by stage and name in the module."""
-        found: dict[tuple[int, str], torch.Tensor] = {}
+        tensors: dict[tuple[int, str], torch.Tensor] = {}
         for number, stage in self._modules.items():
             for name, weight in trained(stage.module).items():
                 tensor = weight if what == "weights" else weight.grad
                 if tensor is None:
                     tensor = torch.zeros_like(weight)
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                found[number, name] = whole.detach().cpu().clone()
-        return found
+                tensors[number, name] = whole.detach().cpu().clone()
+        return tensors
 
     def received(self) -> list[tuple[int, str]]:
         """The stage and name of each trained weight that has a gradient."""

@@ -116,13 +116,13 @@ class _Tuning(Tuning):
         return [RunWay(split, self.is_gpu and split == "whole") for split in splits]
 
     def _measured(
-        self, ways: Sequence[RunWay], known: Mapping[RunWay, list[LayerCost]] | None = None
+        self, ways: Sequence[RunWay], prior_costs: Mapping[RunWay, list[LayerCost]] | None = None
     ) -> dict[RunWay, list[LayerCost]]:
         """The costs in each way that is possible; ``linear`` takes the place of ``graph`` where it is not."""
-        costs = super()._measured(ways, known)
+        costs = super()._measured(ways, prior_costs)
         linear = RunWay("linear", is_compiled=False)
         is_refused = any(way.split == "graph" and way not in costs for way in ways)
-        if is_refused and known is None and linear not in costs:
+        if is_refused and prior_costs is None and linear not in costs:
             costs |= self._measured([linear])
         for way in [way for way in costs if self._is_replayed(way)]:
             costs[way._replace(replay=True)] = [replace(cost, host=0) for cost in costs[way]]
@@ -259,7 +259,7 @@ class _Tuning(Tuning):
 
     def _note_no_pipeline(self, fastest: LayoutRow) -> None:
         """Note the steps of FSDP2 without a pipeline, with the example's micro-batches and with twice as many rows."""
-        num_ranks, found = self.ranks.num_ranks, dict[int, tuple[float, float | None]]()
+        num_ranks, measurements = self.ranks.num_ranks, dict[int, tuple[float, float | None]]()
         if num_ranks == 1 or not self.search.without_pipeline:
             return
         for num_examples in (1, 2):
@@ -275,10 +275,10 @@ class _Tuning(Tuning):
             states = self.search.optimizer_bytes * weight_bytes(self.model.parameters())[1] / num_ranks
             own = (peak - self.allocated + states) / GIB if self.is_gpu else 0.0
             gib = max(self._gathered("no pipeline", own))
-            found[num_examples] = times[0], gib if self.is_gpu else None
+            measurements[num_examples] = times[0], gib if self.is_gpu else None
             del step
             self._clean()
-        for num_examples, (ms, gib) in found.items():
+        for num_examples, (ms, gib) in measurements.items():
             memory = "" if gib is None else f" and {gib_text(gib)}"
             which = "is faster" if ms < (fastest.measured_ms or 0.0) else "is slower"
             if gib is not None and self.limit is not None and gib * GIB > self.limit:

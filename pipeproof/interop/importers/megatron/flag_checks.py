@@ -65,12 +65,12 @@ def check_counts(reader: FlagReader) -> None:
         why = f"{_YAML} replaces all arguments by those of another file, which is not read"
         reader.refuse(why, reader.arguments.flags[_YAML].location, fix)
     for name, setting in reader.arguments.flags.items():
-        known = [value for value in setting.values if value is not None]
-        if name in SWITCHES and known:
+        texts = [value for value in setting.values if value is not None]
+        if name in SWITCHES and texts:
             fix = "remove the value; without the flag it is off"
-            reader.megatron_refuses(f"{name} has no value, found `{known[0]}`", name, fix)
-        if name in FLAGS and name not in SWITCHES | SEVERAL_VALUES and len(known) > 1:
-            reader.megatron_refuses(f"{name} has one value, found `{' '.join(known)}`", name)
+            reader.megatron_refuses(f"{name} has no value, found `{texts[0]}`", name, fix)
+        if name in FLAGS and name not in SWITCHES | SEVERAL_VALUES and len(texts) > 1:
+            reader.megatron_refuses(f"{name} has one value, found `{' '.join(texts)}`", name)
         has_list = name in SEVERAL_VALUES or name.endswith("-path")
         if not has_list and None in setting.values[0 if name in SWITCHES else 1 :]:
             why = f"a word after {name} is {setting.why}: flags in it are not read"
@@ -169,9 +169,9 @@ def refuse_misspelt(reader: FlagReader, tool: Tool) -> None:
     for name, setting in reader.arguments.flags.items():
         if name in FLAGS or name in NOT_SHOWN or tool.knows(name):
             continue
-        known = misspelt(name, sorted(FLAGS))
-        if known is not None:
-            reader.refuse(f"{name} is no flag of {tool.name}", setting.location, f"did you mean `{known}`?")
+        similar_name = misspelt(name, sorted(FLAGS))
+        if similar_name is not None:
+            reader.refuse(f"{name} is no flag of {tool.name}", setting.location, f"did you mean `{similar_name}`?")
 
 
 def undecided_names(reader: FlagReader, tool: Tool) -> Iterator[IgnoredSetting]:

@@ -412,8 +412,8 @@ class _Reader:
         values = self._script.variables.get(name)
         is_empty = values is None or (action == ":-" and all(_text(value) == "" for value in values))
         if action and is_empty:
-            given = self._default(default, location)
-            return [tuple(replace(piece, why=piece.why or f"the default of `${name}`") for piece in given)]
+            pieces = self._default(default, location)
+            return [tuple(replace(piece, why=piece.why or f"the default of `${name}`") for piece in pieces)]
         if values is not None:
             return values
         if name in "@*":

@@ -193,8 +193,8 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
         return count(draft, "topology", "dp") * _expert_parallel(reader, ep, expert_tp, ep, tp)
     is_set = ("topology", "ep") in draft
     fewest = lcm(tp * pp * cp * (ep if is_set else 1), expert_tp * ep * pp)
-    known = draft.flags.world_size or arguments.world_size or _launched(arguments, fewest)
-    world = known or fewest
+    num_processes = draft.flags.world_size or arguments.world_size or _launched(arguments, fewest)
+    world = num_processes or fewest
     for ranks, names, flag in (
         (tp * pp * cp, "tp x pp x cp", _PP),
         (expert_tp * ep * pp, "expert tp x ep x pp", _EP),
@@ -211,7 +211,7 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
             reader.location(_EP) or reader.location(_PP) or Location(arguments.file),
             "give the processes of the whole training with `--world-size N`",
         )
-    if known is None:
+    if num_processes is None:
         why = f"the number of processes is unknown, and {world} are the fewest for these degrees: `--world-size N`"
         draft.assume(("topology", "dp"), data_parallel // plan_ep, why)
     draft.set(("topology", "dp"), data_parallel // plan_ep, f"{world} processes")

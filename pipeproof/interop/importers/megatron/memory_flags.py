@@ -131,8 +131,8 @@ def _import_graphs(reader: FlagReader) -> None:
     if not reader.has(_GRAPHS) or reader.text(_GRAPHS) == "none":
         return
     for flag in scopes:
-        given = reader.arguments.flags[flag].values if reader.has(flag) else ()
-        parts = [part for name, part in _REPLAYED.items() if name in given]
+        names = reader.arguments.flags[flag].values if reader.has(flag) else ()
+        parts = [part for name, part in _REPLAYED.items() if name in names]
         if parts:
             reader.take_for_device(flag, ("cost", "analytic", "replayed"), parts)
             return
@@ -197,10 +197,10 @@ def _known_modules(reader: FlagReader) -> Iterator[RecomputeModule]:
     absent = {*_NOT_DESCRIBED, *(() if has_shared else ("shared_experts",))}
     absent |= set() if ("model", "moe") in draft else {"moe", "moe_act"}
     keeps_gathered = reader.has("--sequence-parallel") and draft.get("schedule", "overlap") is not None
-    known = get_args(RecomputeModule)
+    module_names = get_args(RecomputeModule)
     for module in dict.fromkeys(recomputed_modules(reader)):
-        if module not in (*known, *_NOT_DESCRIBED):
-            reader.megatron_refuses(f"{MODULES} has `{module}`, and its modules are {', '.join(known)}", MODULES)
+        if module not in (*module_names, *_NOT_DESCRIBED):
+            reader.megatron_refuses(f"{MODULES} has `{module}`, and its modules are {', '.join(module_names)}", MODULES)
         elif module == "mla_up_proj" and not is_latent:
             reader.megatron_refuses(f"{MODULES} has mla_up_proj without --multi-latent-attention", MODULES)
         elif module == "shared_experts" and has_shared and reader.has("--moe-shared-expert-overlap"):

@@ -95,10 +95,10 @@ def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
         PlanFileError: PP170, a flag of a part has another value, or is of other attention.
     """
     for flag, path in _OF_DEEPSEEK_V4.items():
-        text, location, known = reader.text(flag), reader.location(flag), config.get("model", *path, default=0)
-        is_number = text is not None and not isinstance(known, str)
-        if location is not None and text is not None and (reader.real(flag) if is_number else text) != known:
-            message = f"{flag} is {text}, and the model's configuration has {known}"
+        text, location, config_value = reader.text(flag), reader.location(flag), config.get("model", *path, default=0)
+        is_number = text is not None and not isinstance(config_value, str)
+        if location is not None and text is not None and (reader.real(flag) if is_number else text) != config_value:
+            message = f"{flag} is {text}, and the model's configuration has {config_value}"
             reader.refuse(message, location, "remove the flag, or give the configuration of the trained model")
     for flag in ("--group-query-attention", "--kv-lora-rank"):
         if (location := reader.location(flag)) is not None:
@@ -163,10 +163,10 @@ def _require_layers(reader: FlagReader, config: Draft, pp: int) -> None:
     setting = reader.setting(flag)
     if pp == 1 or key in reader.draft or key in config or (setting is not None and setting.value is not None):
         return
-    name, place = arguments.checkpoint or ("", None)
+    name, origin = arguments.checkpoint or ("", None)
     why = f": {', '.join(arguments.unread)} is not next to it" if arguments.unread else ""
     why = f": the value of {flag} is {setting.why}" if setting is not None else why
-    location = reader.location(flag) or place or reader.location("--pipeline-model-parallel-size")
+    location = reader.location(flag) or origin or reader.location("--pipeline-model-parallel-size")
     message = f"the number of blocks {f'of `{name}` ' if name else ''}is not in the file, and decides the stages{why}"
     fix = "give it with `--set model.num_layers=N`, or `--model-config FILE`"
     finding = UNREADABLE.finding(message, location or Location(arguments.file), fix)

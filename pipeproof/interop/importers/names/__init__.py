@@ -54,8 +54,10 @@ def depth_of(name: str) -> int | None:
     depths = names_of("public_checkpoints")
     base = _VARIANT.sub("", name).rstrip("/")
     last = base.rpartition("/")[2]
-    known = base if base in depths else next((one for one in depths if last and one.rpartition("/")[2] == last), None)
-    return None if known is None else int(depths[known])
+    public_name = (
+        base if base in depths else next((one for one in depths if last and one.rpartition("/")[2] == last), None)
+    )
+    return None if public_name is None else int(depths[public_name])
 
 
 def other_parts(name: str) -> str | None:

@@ -78,8 +78,8 @@ def _of_kit(settings: Settings, job: FleetJob, draft: Draft) -> FleetJob:
     if asked.pp.value > 1:
         _check_start(settings, asked, stage)
     if "per_device_train_batch_size" in settings:
-        given = settings.integer(1, "per_device_train_batch_size")
-        ineffective(draft, given, "ERNIEKit overwrites it with `batch_size`, which is 1 if it is not set")
+        size = settings.integer(1, "per_device_train_batch_size")
+        ineffective(draft, size, "ERNIEKit overwrites it with `batch_size`, which is 1 if it is not set")
     if job.sequence_parallel.value and asked.tp.value == 1 and stage.value in _STOPPING:
         switch = job.sequence_parallel
         on = SourcedValue(value=True, setting=switch.setting, location=switch.location)
@@ -97,10 +97,10 @@ def _of_kit(settings: Settings, job: FleetJob, draft: Draft) -> FleetJob:
     )
 
 
-def _refuse_value(given: SourcedValue[str], known: Sequence[str]) -> None:
-    near = nearest_name(given.value, known)
-    suggestion = f"did you mean `{near}`?" if near else f"known are {listed(list(known), 'and')}"
-    refuse(f"ERNIEKit refuses this: {given.text}", given.location, suggestion)
+def _refuse_value(setting: SourcedValue[str], choices: Sequence[str]) -> None:
+    near = nearest_name(setting.value, choices)
+    suggestion = f"did you mean `{near}`?" if near else f"known are {listed(list(choices), 'and')}"
+    refuse(f"ERNIEKit refuses this: {setting.text}", setting.location, suggestion)
 
 
 def _check_start(settings: Settings, job: FleetJob, stage: SourcedValue[str]) -> None:

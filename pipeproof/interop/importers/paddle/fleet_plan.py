@@ -59,8 +59,8 @@ def _topology(job: FleetJob, draft: Draft) -> None:
     if job.sequence_parallel.value:
         sequence = job.sequence_parallel
         draft.set(("topology", "sequence_parallel"), sequence.value, sequence.setting, sequence.location)
-    known = _data_ranks(job, draft, job.pp.value * job.tp.value * context)
-    data = known or lcm(job.tp.value * context, job.ep.value) // (job.tp.value * context)
+    data_ranks = _data_ranks(job, draft, job.pp.value * job.tp.value * context)
+    data = data_ranks or lcm(job.tp.value * context, job.ep.value) // (job.tp.value * context)
     experts = gcd(job.ep.value, data)
     if experts > 1:
         draft.set(("topology", "ep"), experts, job.ep.setting, job.ep.location)
@@ -75,7 +75,7 @@ def _topology(job: FleetJob, draft: Draft) -> None:
             f"{experts} that have their own micro-batches",
             job.ep.location,
         )
-    if known:
+    if data_ranks:
         source = job.sharding if job.sharding.value is not None else job.dp
         location, setting = (None, "--world-size") if draft.flags.world_size else (source.location, source.setting)
         draft.set(("topology", "dp"), data // experts, setting, location)

@@ -128,8 +128,8 @@ def _scalar(tokens: list[_Token], index: int) -> tuple[Placed, int]:
 
 
 def _unexpected(token: _Token, expected: str) -> Exception:
-    found = f"`{shortened(token.text)}`" if token.text else "the end of the text"
-    return unreadable(f"{expected} is expected, found {found}", token.location)
+    actual = f"`{shortened(token.text)}`" if token.text else "the end of the text"
+    return unreadable(f"{expected} is expected, found {actual}", token.location)
 
 
 Value = bool | int | str
@@ -197,8 +197,8 @@ def import_fleet(files: Sequence[Path], flags: Flags) -> Imported:
     tree = tree_of_data(*read_mapping(name)) if is_mapping else parse_prototxt(text, name)
     if not tree.names():
         raise unreadable("the file has no field of a strategy", Location(name), "save it with `save_to_prototxt`")
-    for path, known in FIELDS.items():
-        _only_known(tree, path, known)
+    for path, fields in FIELDS.items():
+        _only_known(tree, path, fields)
 
     def lookup(path: tuple[str, ...], default: Value) -> SourcedValue[Any]:
         placed = tree.get(*path)
@@ -254,15 +254,15 @@ def from_strategy(
     return repeatable(lambda flags: _imported(lookup, order, flags, "<strategy>", ()), flags)
 
 
-def _only_known(tree: Tree, path: tuple[str, ...], known: frozenset[str]) -> None:
+def _only_known(tree: Tree, path: tuple[str, ...], fields: frozenset[str]) -> None:
     field = tree.get(*path) if path else None
     if field is not None and isinstance(field.value, list):
         raise _repeated(path[-1], field)
     if field is not None and field.value is not None:
         raise unreadable(f"`{path[-1]}` must be a message, `{path[-1]} {{ ... }}`", field.location)
     for name in tree.names(*path):
-        if name not in known:
-            near = nearest_name(name, sorted(known))
+        if name not in fields:
+            near = nearest_name(name, sorted(fields))
             owner = f"`{path[-1]}`" if path else "a strategy"
             suggestion = f"did you mean `{near}`?" if near else None
             raise unreadable(f"{owner} has no field `{name}`", tree.source.locate((*path, name), key=True), suggestion)
@@ -274,9 +274,9 @@ def _value(placed: Placed, name: str, default: Value) -> Value:
     if isinstance(value, list):
         raise _repeated(name, placed)
     if isinstance(default, bool):
-        known = _SWITCHES.get(value) if isinstance(value, str) else value
-        if known in (0, 1):
-            return bool(known)
+        switch = _SWITCHES.get(value) if isinstance(value, str) else value
+        if switch in (0, 1):
+            return bool(switch)
         raise unreadable(f"`{name}` must be true or false", placed.location)
     if type(value) is int:
         return value

@@ -147,10 +147,10 @@ def is_old(settings: Settings) -> bool:
 def _job(settings: Settings, draft: Draft) -> FleetJob:
     old = is_old(settings)
     switches = _by_tokens(settings, draft) if old else _by_switches(settings, draft)
-    names = {axis: (known[1:] if old else (known[0], *known[2:])) for axis, known in DEGREES.items()}
+    names = {axis: (keys[1:] if old else (keys[0], *keys[2:])) for axis, keys in DEGREES.items()}
     if not old:
         _report_earlier_degrees(settings, draft)
-    degree = {axis: settings.integer(1, *known) for axis, known in names.items() if axis not in ("sharding", "dp")}
+    degree = {axis: settings.integer(1, *keys) for axis, keys in names.items() if axis not in ("sharding", "dp")}
     sharding = _sharding(settings, settings.integer(None, *names["sharding"]), degree["pp"], draft)
     seg_method = settings.text("pp_seg_method") or SourcedValue(
         "layer:DecoderLayer|EmptyLayer", "pp_seg_method", by_default=True
@@ -338,13 +338,13 @@ def _require_known_trainer(settings: Settings) -> None:
             automatic.location,
             f"`{automatic.setting}: false` trains by Fleet's pipeline, which is checked",
         )
-    known = (*_PIPELINE_NAMES, *_SEQUENCE, *_COMMON)
+    keys = (*_PIPELINE_NAMES, *_SEQUENCE, *_COMMON)
     if not any(name in settings for name in (*_DEGREE_NAMES, "per_device_train_batch_size")):
         for name in settings.values:
             if name in _OF_OTHERS:
                 whose, fix = _OF_OTHERS[name]
                 raise unreadable(f"`{name}` is a key of {whose}", settings.location(name), fix)
-    if not any(name in settings for name in known):
+    if not any(name in settings for name in keys):
         raise unreadable(
             "no setting here is one of PaddleFormers, PaddleNLP or ERNIE that a plan needs",
             Location(settings.first.file),
@@ -362,10 +362,10 @@ def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
     for name in settings.values:
         if name in _PIPELINE_NAMES or name in _KNOWN_ELSEWHERE:
             continue
-        known = misspelt(name, _PIPELINE_NAMES)
-        if known is not None:
+        similar_name = misspelt(name, _PIPELINE_NAMES)
+        if similar_name is not None:
             message = f"`{name}` is no setting of these trainers"
-            raise unreadable(message, settings.location(name), f"did you mean `{known}`?")
+            raise unreadable(message, settings.location(name), f"did you mean `{similar_name}`?")
         if not concerns_pipeline(name):
             continue
         near = nearest_name(name, _PIPELINE_NAMES)

@@ -111,9 +111,9 @@ def _read(file: Path, above: tuple[Path, ...]) -> tuple[dict[str, tuple[Any, Loc
     if not isinstance(tree.data, dict):
         kind = "nothing" if tree.data is None else describe_value(tree.data)
         raise unreadable(f"training arguments are a mapping of keys, found {kind}", Location(name))
-    known = format_of(tree_of_data(tree.data, tree.source))
-    if known is not None and known.kind:
-        raise unreadable(looks_like(known), Location(name))
+    file_format = format_of(tree_of_data(tree.data, tree.source))
+    if file_format is not None and file_format.kind:
+        raise unreadable(looks_like(file_format), Location(name))
     values: dict[str, tuple[Any, Location]] = {}
     for base, location in _bases(tree.data, tree.source):
         path = file.parent / base

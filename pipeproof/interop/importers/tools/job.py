@@ -52,8 +52,8 @@ class Job:
 
     def place(self, *paths: str) -> Location:
         """Return the place of the first of these values that the file has, else the top."""
-        found = (self.tree.get(path) for path in paths)
-        return next((placed.location for placed in found if placed is not None), self.top)
+        candidates = (self.tree.get(path) for path in paths)
+        return next((placed.location for placed in candidates if placed is not None), self.top)
 
     def switch(self, *flags: str) -> None:
         """Set flags without a value that the tool always sets."""
@@ -62,8 +62,8 @@ class Job:
 
     def default(self, flag: str, value: object, location: Location | None = None) -> None:
         """Set a flag to the tool's own default, unless the file has it."""
-        place = location or self.top
-        self.flags.setdefault(flag, Setting(flag, (str(value),), place, place))
+        origin = location or self.top
+        self.flags.setdefault(flag, Setting(flag, (str(value),), origin, origin))
 
     def unknown(self, flag: str, why: str, location: Location) -> None:
         """Set a flag whose value only a run determines; ``why`` completes "the value is ..."."""
@@ -96,8 +96,8 @@ class Job:
         shown = f"{section}." if section else ""
         for name in self.tree.names(section):
             if self.tool.decides.fullmatch(name) and self.tree.names(section, name):
-                place = self.tree.source.locate((*section.split("."), name), key=True)
-                self._add([Setting(f"{shown}{name}", (None,), place, place, "a section")])
+                origin = self.tree.source.locate((*section.split("."), name), key=True)
+                self._add([Setting(f"{shown}{name}", (None,), origin, origin, "a section")])
         for name, placed in self.tree.section(section).items():
             if name in elsewhere:
                 continue
@@ -136,17 +136,17 @@ class Job:
                     note = f"`{name}` is taken for the public checkpoint of that name: {depth} blocks"
                     self.notes.append((note, placed.location))
 
-    def arguments(self, given: Arguments | None = None) -> Arguments:
-        """Return the arguments of the training, for the importer of Megatron-LM; ``given`` are those of a command."""
+    def arguments(self, command_args: Arguments | None = None) -> Arguments:
+        """Return the arguments of the training, for the importer of Megatron-LM; ``command_args`` are those of a command."""
         source = self.tree.source
-        if given is None:
+        if command_args is None:
             chunks = self.flags.get(CHUNKS)
             if chunks is not None and (LAYOUT in self.flags or chunks.value == "1"):
                 del self.flags[CHUNKS]
-            given = Arguments(source.file, source.lines, {}, {}, has_all=True)
+            command_args = Arguments(source.file, source.lines, {}, {}, has_all=True)
         return replace(
-            given, flags=self.flags, notes=tuple(self.notes), world_size=self.world_size or given.world_size,
-            checkpoint=self.checkpoint, open=(*given.open, *self.open),
+            command_args, flags=self.flags, notes=tuple(self.notes), world_size=self.world_size or command_args.world_size,
+            checkpoint=self.checkpoint, open=(*command_args.open, *self.open),
         )  # fmt: skip
 
     def refuse(self, message: str, location: Location, help: str | None = None) -> NoReturn:

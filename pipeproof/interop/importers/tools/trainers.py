@@ -39,9 +39,9 @@ def _adapt_verl(job: Job) -> None:
         batch = job.product((size, _DEFAULT_BATCH))
         job.world_size = job.product(("launcher.nnodes", 1), ("launcher.nproc_per_node", None))
         job.take("--micro-batch-size", "data.micro_batch_size_per_gpu")
-    known = [tree.number(name, default=_DEFAULT_LENGTH * (3 - len(lengths))) for name in lengths]
-    if None not in known:
-        job.default("--seq-length", sum(length or 0 for length in known))
+    token_counts = [tree.number(name, default=_DEFAULT_LENGTH * (3 - len(lengths))) for name in lengths]
+    if None not in token_counts:
+        job.default("--seq-length", sum(length or 0 for length in token_counts))
     if tree.value(dynamic) is True:
         why = "not the number of micro-batches: with `use_dynamic_bsz`, it depends on the lengths of the data"
         job.unknown(BATCH, why, job.place(dynamic))
