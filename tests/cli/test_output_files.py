@@ -50,7 +50,6 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
         "schedule convert zbv.csv --as text -o zbv.csv",
         "import plan other.csv zbv.csv -o zbv.csv",
         "import profile log.json --plan plan.json -o log.json",
-        "compare plan.json page.html -o page.html",
         "state align log.svg plan.json --plot log.svg",
         "state align plan.json,log.svg zbv.csv --plot log.svg",
     ],

@@ -104,14 +104,16 @@ PAIRS_REFUSED = {
         for mlp in ("GELU", "GELU with tanh")
         for other in (
             "experts", "experts by all-gather", "losses of routers", "biases of experts", "clamped SwiGLU",
-            "recomputed experts", "experts by token id",
+            "recomputed experts", "experts by token id", "router in float64",
         )
     },
+    ("router in float64", "experts by all-gather"): "PP106",
+    ("router in float64", "cp 2"): "PP909",
     **{
         ("biases", other): "PP106"
         for other in (
             "latent attention", "experts", "experts by all-gather", "losses of routers", "biases of experts",
-            "recomputed experts", "experts by token id",
+            "recomputed experts", "experts by token id", "router in float64",
         )
     },
 }  # fmt: skip

@@ -137,7 +137,7 @@ class Job:
                     self.notes.append((note, placed.location))
 
     def arguments(self, command_args: Arguments | None = None) -> Arguments:
-        """Return the arguments of the training, for the importer of Megatron-LM; ``command_args`` are those of a command."""
+        """Return the arguments of the training, for Megatron-LM's importer; ``command_args`` are those of a command."""
         source = self.tree.source
         if command_args is None:
             chunks = self.flags.get(CHUNKS)
@@ -145,8 +145,8 @@ class Job:
                 del self.flags[CHUNKS]
             command_args = Arguments(source.file, source.lines, {}, {}, has_all=True)
         return replace(
-            command_args, flags=self.flags, notes=tuple(self.notes), world_size=self.world_size or command_args.world_size,
-            checkpoint=self.checkpoint, open=(*command_args.open, *self.open),
+            command_args, flags=self.flags, notes=tuple(self.notes), checkpoint=self.checkpoint,
+            world_size=self.world_size or command_args.world_size, open=(*command_args.open, *self.open),
         )  # fmt: skip
 
     def refuse(self, message: str, location: Location, help: str | None = None) -> NoReturn:
