@@ -57,7 +57,7 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
 def test_an_output_is_no_input_and_no_other_output(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").mkdir()
-    for name in ("plan.json", "zbv.csv", "other.csv", "log.json", "page.html", "log.svg"):
+    for name in ("plan.json", "zbv.csv", "other.csv", "log.json", "log.svg"):
         (tmp_path / name).write_text("old")
     (tmp_path / "link.json").symlink_to("plan.json")
     result = invoke(*words.format(folder=tmp_path.name).split())

@@ -102,7 +102,9 @@ def test_megatron_takes_the_whole_configuration(tmp_path, flags):
         "swiglu_formula",
     ):
         assert getattr(spec, part) == getattr(model, part), part
-    assert spec.moe.model_copy(update={"expert_bias_rate": None, "dispatcher": "all_to_all"}) == model.moe
+    own = {"expert_bias_rate": None, "dispatcher": "all_to_all", "combine": "choice"}
+    assert spec.moe.model_copy(update=own) == model.moe
+    assert spec.moe.combine == ("expert" if flags else "choice")
     assert (spec.moe.expert_bias_rate is None) == (not flags)
     assert (spec.mtp.num_modules, spec.mtp.magic_send, spec.num_token_ids) == (1, True, 96)
 
