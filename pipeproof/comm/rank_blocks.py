@@ -269,9 +269,9 @@ class RankBlocks:
 
         Gradients come in the order in which they are added: from the last consumer to the first.
         """
-        found = [(Op(kind, stage, batch), neighbour)] if self._is_elsewhere(neighbour) else []
+        neighbours = [(Op(kind, stage, batch), neighbour)] if self._is_elsewhere(neighbour) else []
         others = {other for _, other in self._direct(kind, stage)} if self._plan.direct else ()
-        return found + [
+        return neighbours + [
             (Op(kind, stage, batch, index=other), self._plan.holders[other][0])
             for other in sorted(others, reverse=kind is OpKind.RECV_BACKWARD)
         ]

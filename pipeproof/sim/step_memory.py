@@ -219,7 +219,7 @@ class _Step:
 
     def local(self) -> list[Holdings]:
         """Tensors of direct edges, and their gradients, between stages of one rank."""
-        lowered, clock, found = self._lowered, self._clock, list[Holdings]()
+        lowered, clock, holdings = self._lowered, self._clock, list[Holdings]()
         for edge in lowered.direct:
             sizes = np.array([prod(tensor.shape) * self._item_bytes(tensor) for tensor in edge.variants])
             users = [user for user in edge.consumers if lowered.holders[user] == lowered.holders[edge.producer]]
@@ -232,8 +232,8 @@ class _Step:
                 held.append((back, clock.end_of(clock.look_up(back, clock.rows(*_INPUT), edge.producer))))
             for rows, leaves in held:
                 num_bytes = sizes[self._variant(self._graph.work_item[rows])]
-                found.append(self._message(rows, clock.ends[rows], leaves, num_bytes))
-        return found
+                holdings.append(self._message(rows, clock.ends[rows], leaves, num_bytes))
+        return holdings
 
     def _at_stage(self, stage: int, *kinds: OpKind) -> IntColumn:
         rows = self._clock.rows(*kinds)

@@ -257,7 +257,7 @@ def _check_edges(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem
     """PP106: an edge has a name of its own, and leads from a layer of a stage to later layers."""
     names: set[str] = set()
     stages = [[layer.name for layer in model.layers]] if not isinstance(plan.stages, tuple) else plan.stages
-    place = {name: number for number, name in enumerate(chain.from_iterable(stages))}
+    order = {name: number for number, name in enumerate(chain.from_iterable(stages))}
     for index, edge in enumerate(plan.edges):
         path: KeyPath = ("edges", index)
         if not edge.name.isidentifier() or edge.name in names:
@@ -270,11 +270,11 @@ def _check_edges(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem
         where: list[tuple[str, KeyPath]] = [(edge.producer, (*path, "producer"))]
         where += [(name, (*path, "consumers", position)) for position, name in enumerate(edge.consumers)]
         for name, at in where:
-            if name not in place:
-                near = nearest_name(name, place)
+            if name not in order:
+                near = nearest_name(name, order)
                 fix = f"did you mean `{near}`?" if near else "name layers of model.layers that are in a stage"
                 yield Problem("PP106", at, f"`{edge.name}` names `{name}`, which is no layer of a stage", help=fix)
-            elif at[2] == "consumers" and edge.producer in place and place[name] <= place[edge.producer]:
+            elif at[2] == "consumers" and edge.producer in order and order[name] <= order[edge.producer]:
                 message = f"`{name}` uses `{edge.name}`, and does not come after `{edge.producer}`, which makes it"
                 yield Problem("PP106", at, message, help="name later layers than the producer")
         yield from _check_gradient(edge, path)

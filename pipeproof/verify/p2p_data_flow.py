@@ -154,12 +154,12 @@ def _check_never_sent(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _check_direct(subject: Subject, messages: _Messages, here: IntColumn, direction: _Direction) -> Iterator[Finding]:
+def _check_direct(subject: Subject, messages: _Messages, rows: IntColumn, direction: _Direction) -> Iterator[Finding]:
     """Yield a finding for each tensor of a direct edge that does not come, by the plan or as in other micro-batches."""
     table, names = subject.computes, _member_names(subject)
     columns = (messages.member, messages.maker, messages.stage)
     flows = {
-        (names[member], maker, user) for member, maker, user in zip(*(c[here].tolist() for c in columns), strict=True)
+        (names[member], maker, user) for member, maker, user in zip(*(c[rows].tolist() for c in columns), strict=True)
     }
     owners = subject.stage_owners
     flows |= {
@@ -170,14 +170,14 @@ def _check_direct(subject: Subject, messages: _Messages, here: IntColumn, direct
     expected = _uses(subject, direction) & is_expected(subject, table.rank, table.stage, table.work_item)
     for name, maker, user in sorted(flows):
         entries = np.flatnonzero(expected & (table.stage == user))
-        come = here[(messages.member[here] == names.index(name)) & (messages.maker[here] == maker)]
-        known = packed(
+        come = rows[(messages.member[rows] == names.index(name)) & (messages.maker[rows] == maker)]
+        keys = packed(
             np.concatenate([messages.rank[come], table.rank[entries]]),
             np.concatenate([messages.stage[come], table.stage[entries]]),
             np.concatenate([messages.work_item[come], table.work_item[entries]]),
         )
-        for place in np.flatnonzero(~np.isin(known[len(come) :], known[: len(come)])).tolist():
-            yield _never_sent(subject, int(entries[place]), direction, name, maker)
+        for entry in np.flatnonzero(~np.isin(keys[len(come) :], keys[: len(come)])).tolist():
+            yield _never_sent(subject, int(entries[entry]), direction, name, maker)
 
 
 def _receivers(subject: Subject, name: str) -> tuple[int, ...]:
@@ -189,10 +189,10 @@ def _relayed(subject: Subject, direction: _Direction) -> Iterator[tuple[int, int
     """The (stage that gets it, member) of each tensor of an edge that stages pass on, in messages of its own."""
     plan, names = subject.plan, _member_names(subject)
     edges = {edge.name: edge.has_gradient or direction.source < 0 for edge in plan.spec.edges}
-    for place, edge in enumerate(plan.edges if edges and plan.spec.transport.messages != "packed" else ()):
+    for boundary, edge in enumerate(plan.edges if edges and plan.spec.transport.messages != "packed" else ()):
         for tensor in edge.variants[0]:
             if edges.get(tensor.member) and tensor.member in names:
-                yield (place + 1 if direction.source < 0 else place), names.index(tensor.member)
+                yield (boundary + 1 if direction.source < 0 else boundary), names.index(tensor.member)
 
 
 def _owed(

@@ -347,19 +347,19 @@ class TensorComparison:
         return replace(blank, ulps=max_ulps(p, q), relative=max_relative(p, q), place=_place(p, q), cause=cause)
 
 
-def _by_optimizer(found: TensorDifference) -> TensorDifference:
+def _by_optimizer(difference: TensorDifference) -> TensorDifference:
     """The difference; where a layer with trained weights makes it in the forward after a step, by the optimizer."""
-    tensor, cause, operation = found.b, found.cause, found.operation
+    tensor, cause, operation = difference.b, difference.cause, difference.operation
     is_made_here = operation.are_inputs_equal if operation else cause.family is Family.COMPUTATION
-    known = cause.family not in (Family.COMPUTATION, Family.SCALE)
-    if known or not is_made_here or (tensor.direction, tensor.side, tensor.parameter) != ("forward", "output", ""):
-        return found
+    has_cause = cause.family not in (Family.COMPUTATION, Family.SCALE)
+    if has_cause or not is_made_here or (tensor.direction, tensor.side, tensor.parameter) != ("forward", "output", ""):
+        return difference
     named = operation and replace(operation, name=f"the optimizer, which wrote the weights of {operation.name}")
     evidence = (
         f"all of the step before was equal, gradients included, and since then only the weights of {tensor.layer} have "
         f"changed: by other settings of the optimizer, or not at all; {cause.evidence}"
     )
-    return replace(found, operation=named, cause=Cause(Family.OPTIMIZER, evidence))
+    return replace(difference, operation=named, cause=Cause(Family.OPTIMIZER, evidence))
 
 
 def _weights_scaled(checked: Sequence[CheckedPair]) -> str:

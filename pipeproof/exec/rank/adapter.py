@@ -335,8 +335,8 @@ class RankAdapter:
         gradients = [tensors.output_grad.get(position) for position in range(len(tensors.output))]
         for edge, position in self._direct_at(op.stage, makes=True):
             for user in reversed(edge.consumers) if edge.has_gradient else ():
-                known, gradient = gradients[position], tensors.direct_grads.pop((position, user))
-                gradients[position] = gradient if known is None else known + gradient
+                earlier, gradient = gradients[position], tensors.direct_grads.pop((position, user))
+                gradients[position] = gradient if earlier is None else earlier + gradient
         tensors.weights = self._stages[op.stage].backward_input(tensors.output, gradients)
         members = self._members_before(op)
         tensors.input_grad = {
@@ -346,8 +346,8 @@ class RankAdapter:
         }
         for edge, position in self._direct_at(op.stage, makes=False):
             if edge.has_gradient and self._owns(edge.producer, op):
-                place = self._positions[edge.name, edge.producer], op.stage
-                self.transfers.on_stage(edge.producer, op).direct_grads[place] = tensors.input_grad.pop(position)
+                key = self._positions[edge.name, edge.producer], op.stage
+                self.transfers.on_stage(edge.producer, op).direct_grads[key] = tensors.input_grad.pop(position)
         if self._owns(op.stage - 1, op):
             before = self.transfers.on_stage(op.stage - 1, op).output_grad
             for position in range(self._num_crossing(op.stage, op)):
@@ -412,8 +412,8 @@ class RankAdapter:
                 if makes or op.stage in self._plan.receivers(edge):
                     for user in edge.consumers:
                         if user > op.stage and self._owns(user, op):
-                            place = self._positions[edge.name, user]
-                            self.transfers.on_stage(user, op).input[place] = held[position].detach()
+                            input_position = self._positions[edge.name, user]
+                            self.transfers.on_stage(user, op).input[input_position] = held[position].detach()
 
     def _sum_norms(self, instruction: Instruction) -> tuple[tuple[int, ...], int, str]:
         """Execute a collective without a parent: one of the norm's."""

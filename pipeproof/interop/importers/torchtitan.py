@@ -133,8 +133,8 @@ class _Job:
         if placed is None:
             return default
         if type(placed.value) is not int or not at_least <= placed.value <= MAX_NUMBER:
-            found = describe_value(placed.value)
-            raise self.refused(f"`{'.'.join(path)}` needs an integer of at least {at_least}, found {found}", *path)
+            text = describe_value(placed.value)
+            raise self.refused(f"`{'.'.join(path)}` needs an integer of at least {at_least}, found {text}", *path)
         return placed.value
 
     def location(self, *path: str) -> Location:
@@ -246,8 +246,8 @@ class _Job:
         if path:
             self._take("pipeline_parallel_schedule_csv", ("schedule", "kind"), "file")
             self._take("pipeline_parallel_schedule_csv", ("schedule", "path"), str(Path(path).resolve()))
-        known = {pytorch.lower(): found for pytorch, found in _SCHEDULES.items()}  # PyTorch ignores the case
-        schedule = known.get(schedule_name.lower())
+        kinds = {pytorch.lower(): kind for pytorch, kind in _SCHEDULES.items()}  # PyTorch ignores the case
+        schedule = kinds.get(schedule_name.lower())
         if schedule is None and not path:
             near = nearest_name(schedule_name, _SCHEDULES)
             fix = f"did you mean {near}?" if near else f"known are {listed(list(_SCHEDULES), 'and')}"

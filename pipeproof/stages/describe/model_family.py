@@ -177,7 +177,7 @@ def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
     outputs = {layer.name: layer.out for layer in plan.custom.layers}
     sizes, by_work_item = work_item_sizes(plan)
     stages = custom_stages(plan)
-    place = {name: stage for stage, names in enumerate(stages) for name in names}
+    stage_of = {name: stage for stage, names in enumerate(stages) for name in names}
     edges = []
     for stage, names in enumerate(stages[:-1]):
         out = outputs[names[-1]] if names else ()
@@ -187,7 +187,8 @@ def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
         members += [
             (edge, edge.name)
             for edge in plan.edges
-            if edge.route == "relay" and place[edge.producer] <= stage < max(place[name] for name in edge.consumers)
+            if edge.route == "relay"
+            and stage_of[edge.producer] <= stage < max(stage_of[name] for name in edge.consumers)
         ]
         variants = (tuple(_custom_boundary(plan, *member, size.seq_length) for member in members) for size in sizes)
         edges.append(Edge(tuple(variants), by_work_item))
@@ -196,14 +197,14 @@ def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
 
 def direct_edges(plan: PlanSpec) -> tuple[DirectEdge, ...]:
     """The edges of custom layers that are sent past the stages between, but for those within a stage."""
-    place = {name: stage for stage, names in enumerate(stage_layers(plan)) for name in names} if plan.edges else {}
-    found = []
+    stage_of = {name: stage for stage, names in enumerate(stage_layers(plan)) for name in names} if plan.edges else {}
+    edges = []
     for edge in plan.edges:
-        users = sorted({place[name] for name in edge.consumers} - {place[edge.producer]})
+        users = sorted({stage_of[name] for name in edge.consumers} - {stage_of[edge.producer]})
         if edge.route == "direct" and users:
             variants = (_custom_boundary(plan, edge, edge.name, size.seq_length) for size in work_item_sizes(plan)[0])
-            found.append(DirectEdge(edge.name, place[edge.producer], tuple(users), tuple(variants)))
-    return tuple(found)
+            edges.append(DirectEdge(edge.name, stage_of[edge.producer], tuple(users), tuple(variants)))
+    return tuple(edges)
 
 
 def _custom_boundary(plan: PlanSpec, out: LayerOutputSpec, member: str, seq_length: int) -> Boundary:

@@ -89,7 +89,7 @@ def split_backward(backward: fx.GraphModule, weights: AbstractSet[int], *, in_pr
     kept = [_reshaped(node) if node in rest else node for node in _smallest_cut(results, rest, order)]
     kept.sort(key=order.__getitem__)
     places = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    direct, computed = ([n for n in kept if (n.op == "placeholder") is given] for given in (True, False))
+    direct, computed = ([n for n in kept if (n.op == "placeholder") is is_input] for is_input in (True, False))
     bases = [base_of(value) for _, term in terms for value in term.values]
     kept_bases = {*map(base_of, kept)}
     addends = [

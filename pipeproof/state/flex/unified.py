@@ -74,8 +74,10 @@ def open_unified(path: Path, open_indexed: Callable[[Path, str], Checkpoint]) ->
 def _state_of(path: Path, key: str, stored: TensorEntry) -> tuple[str, TensorEntry]:
     weight, _, suffix = key.rpartition("/")
     if not weight or suffix not in SUFFIXES.values():
-        known = ", ".join(SUFFIXES.values())
-        raise FlexError(f"{path} has the optimizer state {key}, which AdamW has not ({known})", "use its weights alone")
+        suffixes = ", ".join(SUFFIXES.values())
+        raise FlexError(
+            f"{path} has the optimizer state {key}, which AdamW has not ({suffixes})", "use its weights alone"
+        )
     name, entry = tensor_of(f"{weight}.{suffix}", stored.dtype, stored.shape)
     if entry.kind == "weight":
         raise FlexError(f"{path}: {key} is a scalar, and has the shape {list(stored.shape)}", _FIX)

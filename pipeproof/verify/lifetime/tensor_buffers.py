@@ -219,8 +219,8 @@ class StageTensors:
                 arrival = np.where(there == NONE, NONE, received[there])
                 for users in self._users((OpKind.FORWARD,)):
                     reader = users[self.place[own]]
-                    known = (arrival != NONE) & (reader != NONE)
-                    yield self._boundary(arrival[known]), reader[known], READS
+                    has_both = (arrival != NONE) & (reader != NONE)
+                    yield self._boundary(arrival[has_both]), reader[has_both], READS
             home = self.neighbour(own, edge.producer - user)
             is_local = home != NONE
             yield self._at(home[is_local], OUTPUT), own[is_local], READS

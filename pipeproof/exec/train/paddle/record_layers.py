@@ -111,18 +111,18 @@ def _ending(original: Callable[..., Any], end_step: Callable[[], None]) -> Calla
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._grad_clip is None:
             end_step()
-        found = original(self, *args, **kwargs)
+        outcome = original(self, *args, **kwargs)
         end_step()  # with clipped gradients, as the optimizer reads them; else nothing has run since
-        return found
+        return outcome
 
     return step
 
 
 def _keeping(original: Callable[..., Any], clipped: dict[int, Any]) -> Callable[..., Any]:
     def clip(self: Any, gradients: Any) -> Any:
-        found = original(self, gradients)
-        clipped.update((id(weight), gradient) for weight, gradient in found)
-        return found
+        pairs = original(self, gradients)
+        clipped.update((id(weight), gradient) for weight, gradient in pairs)
+        return pairs
 
     return clip
 

@@ -122,15 +122,15 @@ def _finish(whole: Any, names: Sequence[str], part: Path, path: Path, max_shard_
     from transformers.utils import logging
 
     with _writing(path):
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for file in part.glob("rank*.pt"):
-            found |= torch.load(file, mmap=True, weights_only=True)
-        state = {name: found[name] for name in names}
+            tensors |= torch.load(file, mmap=True, weights_only=True)
+        state = {name: tensors[name] for name in names}
         first = next(name for name, weight in whole.named_parameters() if weight.is_floating_point())
         shows_progress = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         sizes = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        whole.to(found[first].dtype).save_pretrained(part / "new", state_dict=state, **sizes)
+        whole.to(tensors[first].dtype).save_pretrained(part / "new", state_dict=state, **sizes)
         if shows_progress:
             logging.enable_progress_bar()
         new = sorted((part / "new").iterdir(), key=lambda file: file.name == INDEX)

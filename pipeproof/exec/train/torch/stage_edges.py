@@ -24,7 +24,7 @@ class StageEdges:
     edges: dict[str, tuple[int, tuple[int, ...], str]]
 
     @classmethod
-    def of(cls, given: Edges, plan: Mapping[str, Any], layers: Cut) -> StageEdges:
+    def of(cls, of_script: Edges, plan: Mapping[str, Any], layers: Cut) -> StageEdges:
         """The edges that a script gives, or its plan with the layers of each stage.
 
         Raises:
@@ -38,16 +38,18 @@ class StageEdges:
                 raise PipelineError(f"the plan's edge {edge['name']!r} names {unknown[0]!r}: the layers are {layers}")
             users = [stage_of[name] for name in edge["consumers"]]
             planned[edge["name"]] = stage_of[edge["producer"]], users, edge.get("route", "relay")
-        found, by_plan = (
+        by_script, by_plan = (
             {
                 name: (producer, tuple(sorted({*users})), *(route or ["relay"]))
                 for name, (producer, users, *route) in edges.items()
             }
-            for edges in (given, planned)
+            for edges in (of_script, planned)
         )
-        if found and by_plan and found != by_plan:
-            raise PipelineError(f"the plan has the edges {by_plan}, and the argument {found}: leave out one of them")
-        for name, (producer, users, route) in (found or by_plan).items():
+        if by_script and by_plan and by_script != by_plan:
+            raise PipelineError(
+                f"the plan has the edges {by_plan}, and the argument {by_script}: leave out one of them"
+            )
+        for name, (producer, users, route) in (by_script or by_plan).items():
             if (
                 not name.isidentifier() or route not in ("relay", "direct") or not users
                 or not 0 <= producer < users[0] or users[-1] >= len(layers)
@@ -57,7 +59,7 @@ class StageEdges:
                     f"the stage that makes the tensor, the later ones that use it, of 0 to {len(layers) - 1}, and "
                     "'relay' or 'direct'"
                 )
-        return cls(found or by_plan)
+        return cls(by_script or by_plan)
 
     def before(self, number: int) -> list[str]:
         """The edges that cross the boundary before a stage, in their order."""
@@ -134,11 +136,11 @@ class EdgeStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         what = f"stage {self._number}"
         form, leaves = leaves_of(value, what, torch.Tensor)
         keys = form.keys or tuple(map(str, range(len(leaves))))
-        found = dict(zip(keys, leaves, strict=True))
-        own = {name: found.pop(name) if name in found else value for name in self._made}
-        if not found or not all(tensor is not value or form.kind == "tensor" for tensor in own.values()):
+        outputs = dict(zip(keys, leaves, strict=True))
+        own = {name: outputs.pop(name) if name in outputs else value for name in self._made}
+        if not outputs or not all(tensor is not value or form.kind == "tensor" for tensor in own.values()):
             raise PipelineError(
                 f"{what} makes the edges {', '.join(own)}: return a tensor, which is the edge's too, or a dict with "
                 "the output and the tensor of each edge by its name"
             )
-        return found | {name: own[name] if name in own else passed[name].clone() for name in self._leaving}
+        return outputs | {name: own[name] if name in own else passed[name].clone() for name in self._leaving}
