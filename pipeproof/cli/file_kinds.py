@@ -22,9 +22,9 @@ _DEGREES = re.compile(r"^(tensor|pipeline|sharding)_parallel_degree$")
 _ERNIEKIT = frozenset({"compute_type", "fine_tuning"})
 _OF_TRAINERS = re.compile(
     r"""^(\s*["']?pipe[-_]parallel[-_]size|\s*["']?train_(micro_)?batch_size|\s*["']?zero_optimization|cutoff_len"""
-    r"|actor_train|  megatron_cfg|  pp_size|  pre_trainer)[\w\"']*:", re.MULTILINE
+    r"|actor_train|  megatron_cfg|  pp_size|  pre_trainer)[\w\"']*:|^\s*megatron (sft|pt|rlhf)\b", re.MULTILINE
 )  # fmt: skip
-"""Keys of gpt-neox, DeepSpeed, LLaMA-Factory, ROLL, NeMo-RL, NeMo Automodel and Primus."""
+"""Keys of gpt-neox, DeepSpeed, LLaMA-Factory, ROLL, NeMo-RL, NeMo Automodel and Primus, and ms-swift's commands."""
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
 _CONFIGURES = re.compile(
     r"^def \w+_(config|recipe)\(|\bConfigContainer\b|\bmodel_registry\(|\bTrainer\.Config\b", re.MULTILINE
@@ -85,6 +85,11 @@ _RESULT = frozenset(
 PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof" in g.keys)
 LOGS = FileKind("a directory of logs of a recorded program", ("check FILE",),
                 lambda g: any(re.fullmatch(r"rank_?\d+\.jsonl", name) for name in g.names))  # fmt: skip
+UNREAD = FileKind(
+    "a file of a trainer that is not read: call `pipeproof.interop.from_arguments` in its process, or give the block "
+    "of arguments that it prints", (),
+    lambda g: bool(_OF_TRAINERS.search(g.text)) or {"system", "model", "data"} <= g.keys,
+)  # fmt: skip
 PROGRAM = FileKind("a program in our text form", ("check FILE", "schedule convert FILE --as csv"),
                    lambda g: _is_schedule(g, "text"), "schedule")  # fmt: skip
 
@@ -127,9 +132,7 @@ KINDS: tuple[FileKind, ...] = (
     PLAN,
     FileKind("a configuration of a model", ("check --from megatron SCRIPT --model-config FILE",),
              lambda g: bool(g.keys & {"model_type", "architectures"}) and "num_hidden_layers" in g.keys),
-    FileKind("a file of a trainer that is not read: call `pipeproof.interop.from_arguments` in its process, or give "
-             "the block of arguments that it prints", (),
-             lambda g: bool(_OF_TRAINERS.search(g.text)) or {"system", "model", "data"} <= g.keys),
+    UNREAD,
     _imported("the configuration of a training of Megatron-Bridge", "megatron-bridge",
               lambda g: "_target_: megatron.bridge.training.config.ConfigContainer" in g.text),
     _imported("a configuration of ERNIEKit", "ernie",

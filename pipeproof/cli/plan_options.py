@@ -141,8 +141,13 @@ class PlanSource:
         """Return the source for a file of a recognised kind; a note on standard error names the other tool.
 
         Raises:
-            click.UsageError: an option of importers is given for a plan, which has these values.
+            click.UsageError: an option of importers is given for a plan, which has these values; or the tool's files
+                are not read.
         """
+        from pipeproof.cli.file_kinds import UNREAD
+
+        if kind is UNREAD:
+            raise click.UsageError(f"{file} looks like {kind.noun}")
         if kind is not None and kind.importer is not None:
             echo(f"note: {file} is read as {kind.noun} (`--from {kind.importer}`)", err=True)
             return replace(self, kind=kind.importer)

@@ -177,7 +177,8 @@ def test_a_command_reads_a_file_or_names_the_one_that_does(command, files, tmp_p
         assert refused.exit_code == 2, name
         assert "did not expect" not in refused.output, name
         kind = kind_of(file)
-        noted = [line for line in refused.stderr.splitlines() if line.startswith(f"note: {file} looks like ")]
+        words = tuple(f"{kind}: {file} looks like " for kind in ("note", "error"))
+        noted = [line for line in refused.stderr.splitlines() if line.startswith(words)]
         assert bool(noted) == (kind is not None), (name, refused.output)
         if kind is not None:
             assert kind.noun in noted[0], name
