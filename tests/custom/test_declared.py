@@ -260,7 +260,7 @@ def test_an_edge_crosses_each_boundary_from_its_producer_to_its_last_consumer():
     ({"name": "a-b"}, "PP106", "a name of its own"),
     ({"shape": ["s", 2]}, "PP106", "has the size `s`"),
     ({"dtype": "int64", "gradient": True}, "PP106", "has no gradient"),
-    ({"route": "far"}, "PP102", "route"),
+    ({"route": "far"}, "PP106", "route"),
 ])  # fmt: skip
 def test_an_edge_that_does_not_fit_is_refused(edge, code, word):
     assert [found for found, text in refused(edges=[{**SKIP, **edge}]) if word in text] == [code]

@@ -13,10 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from click.testing import CliRunner
 
 from pipeproof.analysis.align.record_format import Header, OtherRecorded, Recorded, RecordedStep, Shard
-from pipeproof.cli.main import main
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
 from tests.interop.hang.written import Recorder
 from tests.plans import subject
@@ -132,13 +130,6 @@ def record_of_values(md5: str) -> bytes:
     return _header(values=True) + RecordedStep(0, "1.5", "0" * 32, (_gradient(md5),)).lines().encode()
 
 
-def _simulated(suffix: str) -> bytes:
-    with TemporaryDirectory() as name:
-        file = Path(name) / f"timeline.{suffix}"
-        CliRunner().invoke(main, ["simulate", str(ROOT / "examples" / "gpt_pp4.yaml"), "-o", str(file)])
-        return file.read_bytes()
-
-
 def _report() -> bytes:
     entry = {"rank": 0, "step": 0, "queue": "compute", "op": "0F0", "start_us": 0, "end_us": 2.5}
     return json.dumps({"log_matches_graph": True, "timeline": [entry, entry | {"op": "0B0"}]}).encode()
@@ -206,7 +197,6 @@ def _readers() -> tuple[Reader, ...]:
                lambda path: ["state", "aoa", path, "--source", ROOT / "examples" / "gpt_pp4.yaml"]),
         Reader("values", "values/step0.npz", (_npz(),),
                lambda path: ["state", "align", path.parents[1], path.parents[2] / "other"]),
-        Reader("table", "timeline.csv", (_simulated("csv"),), lambda path: ["compare", path, path]),
         Reader("report", "report.json", (_report(),), lambda path: ["compare", path, path]),
         Reader("dump_pickle", "rank_0", (pickle.dumps(_dump(), 2), pickle.dumps(_dump(), 4)),
                lambda path: ["job", "hang", path.parent]),

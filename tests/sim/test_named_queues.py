@@ -1,6 +1,5 @@
 """What a program puts on queues of its own: times by hand, and a queue of its own in each picture and file."""
 
-import csv
 import json
 from fractions import Fraction
 
@@ -96,12 +95,6 @@ def test_a_trace_has_a_thread_for_each_queue(plan_file):
     ]  # fmt: skip
     (weights,) = [e for e in events if e.get("name") == "0W1" and e["ph"] == "X"]
     assert threads[weights["pid"], weights["tid"]] == "side"
-
-
-def test_a_csv_file_names_the_queue_of_each_row(plan_file):
-    _, text = written(plan_file, "rows.csv")
-    queues = {row["op"]: row["queue"] for row in csv.DictReader(text.splitlines())}
-    assert (queues["0W1"], queues["0SEND_F0"], queues["WAIT(0F0)"], queues["0B0"]) == ("side", "out", "out", "compute")
 
 
 def test_a_page_has_a_lane_for_each_queue(simulation):

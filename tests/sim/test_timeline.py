@@ -75,6 +75,13 @@ def test_the_schema_is_one():
     Draft202012Validator.check_schema(SCHEMA)
 
 
+def exact(given, name):
+    if (text := given.get(f"{name}_exact")) is None:
+        return Fraction(given[name])
+    assert float(Fraction(text)) == given[name]
+    return Fraction(text)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -85,13 +92,6 @@ def test_the_schema_is_one():
         {"tf": [1, 2, 3, 4], "tb": [0, 1, 2, 3], "p2p": "rendezvous"},
     ],
 )
-def exact(given, name):
-    if (text := given.get(f"{name}_exact")) is None:
-        return Fraction(given[name])
-    assert float(Fraction(text)) == given[name]
-    return Fraction(text)
-
-
 def test_output_fits_the_schema_and_says_the_exact_values(run, options):
     simulation = run(**options)
     result = json.loads(json.dumps(simulation_to_json(simulation, "given")))

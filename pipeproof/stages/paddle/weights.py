@@ -163,6 +163,7 @@ class SplitWeights:
     ) -> list[Tensor]:
         """``product`` of each activation. The weight's gradient adds those of the products in order."""
         sources = [source_of(activation) for activation in activations]
+        own_dtype = activations[0].dtype  # the backward keeps no activation
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
             products = []
@@ -174,9 +175,7 @@ class SplitWeights:
         return used_on_each(
             activations,
             values,
-            lambda gradient: _product(gradient, self._rounded(weight), not transposed, dtype).astype(
-                activations[0].dtype
-            ),
+            lambda gradient: _product(gradient, self._rounded(weight), not transposed, dtype).astype(own_dtype),
             self._defer,
         )
 

@@ -15,6 +15,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
     {
         "ExpertRegion.counts": "exchanges integers",
         "GatheredInput.take": "the tensor of a forward again",
+        "widened": "a cast, whose backward is the cast back: the router's products have rows",
         "SplitWeights.fixed": "a constant; no gradient flows through it",
         "TensorParallelRegion.max": "no gradient flows through it",
         "TensorParallelRegion.spread": "autograd does not see it: enter and leave have rows",
