@@ -129,7 +129,7 @@ def _of_whole_tensors(path: Path, names_of: Mapping[Path, list[str] | None]) -> 
 
 
 def open_indexed(directory: Path, index: str) -> Checkpoint:
-    """Open files of whole tensors in a directory, of which ``index`` gives the file of each, as Hugging Face's does.
+    """Open files of whole tensors in a directory; ``index`` gives the file of each, as Hugging Face's does.
 
     Raises:
         StateError: The index or a file is damaged, or they contradict each other.

@@ -73,7 +73,7 @@ def parse_codes(texts: Iterable[str], rule_codes: Sequence[str]) -> tuple[str, .
     """The beginnings of codes that comma-separated lists such as ``PP401,3xx`` name.
 
     Raises:
-        ValueError: an entry is no code, or no code of ``rule_codes`` has this prefix; the message names similar codes.
+        ValueError: an entry is not a code, or no code of ``rule_codes`` begins so; the message names similar codes.
     """
     return tuple(_beginning(part.strip(), rule_codes) for text in texts for part in text.split(","))
 

@@ -185,6 +185,7 @@ def _scale(x: Array, y: Array) -> Cause | None:
         return None
     wide, base = x.astype(np.float64), y.astype(np.float64)
     ratio = float(np.median(wide[nonzero] / base[nonzero]))
+    mean = ""
     for power in (1, 2):
         factor = _rational(ratio**power, x.shape)
         if factor in (None, 1):
@@ -192,14 +193,15 @@ def _scale(x: Array, y: Array) -> Cause | None:
         error = max_relative(wide, math.copysign(abs(float(factor)) ** (1 / power), ratio) * base)
         if error <= ROUNDINGS * _eps(x):
             words = f"{factor}" if power == 1 else f"the root of {factor}"
+            mean = _of_mean(factor, x.shape) if power == 1 else ""
             break
     else:
         error, words = max_relative(wide, ratio * base), f"{ratio:.7g}"
         is_rounding = abs(ratio - 1.0) <= ROUNDINGS * _eps(x)
         if is_rounding or ratio == 0.0 or error > ROUNDINGS * _eps(x) or np.count_nonzero(nonzero) < _LEAST_COUNT:
             return None
+        mean = _of_mean(Fraction(words), x.shape)
     exactly = "exactly" if error == 0.0 else f"to within {error:.1g} of the largest element"
-    mean = _of_mean(Fraction(words), x.shape) if words[0] != "t" else ""
     return Cause(
         Family.SCALE,
         f"all {int(nonzero.sum())} elements of A that are not zero are {words} of B's, {exactly}{mean}",

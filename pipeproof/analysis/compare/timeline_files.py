@@ -74,7 +74,7 @@ def read_timeline(path: Path, load: Callable[[Path], LoadedPlan] = load_plan) ->
     """Read a trace or a run report, or simulate a plan, which ``load`` reads; the content decides.
 
     Raises:
-        TimelineFileError: it is JSON of another kind, or an event is no operation.
+        TimelineFileError: it is JSON of another kind, or an event is not an operation.
         BadPlanError: as a plan, it cannot be read, lowered or simulated.
         SimulationError: the plan comes to no end.
     """

@@ -397,13 +397,18 @@ class RankAdapter:
             for stage in (edge.producer, *edge.consumers)
         }
 
-    def _direct_at(self, stage: int, *, makes: bool) -> list[tuple[DirectEdge, int]]:
+    @cached_property
+    def _direct(self) -> dict[tuple[int, bool], list[tuple[DirectEdge, int]]]:
+        ends: dict[tuple[int, bool], list[tuple[DirectEdge, int]]] = {}
+        for edge in self._plan.direct:
+            for stage in (edge.producer, *edge.consumers):
+                own = ends.setdefault((stage, stage == edge.producer), [])
+                own.append((edge, self._positions[edge.name, stage]))
+        return ends
+
+    def _direct_at(self, stage: int, *, makes: bool) -> Sequence[tuple[DirectEdge, int]]:
         """The direct edges that a stage makes or uses, with their positions in its output or input."""
-        return [
-            (edge, self._positions[edge.name, stage])
-            for edge in self._plan.direct
-            if (edge.producer == stage if makes else stage in edge.consumers)
-        ]
+        return self._direct.get((stage, makes), ())
 
     def _pass_directly(self, op: Op, tensors: WorkItemTensors) -> None:
         """Give the tensors of direct edges that a stage made, or received for its rank, to later stages of the rank."""

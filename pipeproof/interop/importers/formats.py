@@ -33,7 +33,7 @@ OTHER_TRAINERS: Final = (
     "policy.megatron_cfg", "modules.pre_trainer", "actor_train.strategy_args", "experiment.task", "system.precision",
     "train.system", "cutoff_len",
 )  # fmt: skip
-"""Paths of which files of NeMo-RL, Primus, ROLL, FlagScale and LLaMA-Factory have one."""
+"""Paths in files of NeMo-RL, Primus, ROLL, FlagScale and LLaMA-Factory; each file has at least one of them."""
 
 
 _FORMATS: Final = (

@@ -127,7 +127,7 @@ class _Job:
         """Return an integer; ``default`` without a value.
 
         Raises:
-            PlanFileError: PP170, it is no integer from ``at_least`` to the most that a plan can have.
+            PlanFileError: PP170, it is not an integer from ``at_least`` to the most that a plan can have.
         """
         placed = self.placed(*path)
         if placed is None:

@@ -121,7 +121,7 @@ def read_tree(path: Path) -> Tree:
     """Read a YAML or JSON file.
 
     Raises:
-        PlanFileError: PP100 or PP170, a file cannot be read, is no mapping, or has base files.
+        PlanFileError: PP100 or PP170, a file cannot be read, is not a mapping, or has base files.
     """
     data, source = read_mapping(str(path))
     if "defaults" in data:

@@ -148,9 +148,10 @@ def gpt_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSiz
             for_w = [replace(h, lifetime=Lifetime.BETWEEN) for h in copied if h.lifetime is Lifetime.TO_WEIGHT]
             stored = [held for held in stored if not held.lifetime.is_from_forward] + for_w
         for held in stored:
-            before = total.get((held.name, held.lifetime), _ZERO)
-            is_at_once = held.lifetime is not Lifetime.IN_INPUT  # I computes one layer after the other
-            total[held.name, held.lifetime] = before + held.num_bytes if is_at_once else max(before, held.num_bytes)
+            key = held.name, held.lifetime
+            before = total.get(key, _ZERO)
+            one_after_the_other = held.lifetime is Lifetime.IN_INPUT
+            total[key] = max(before, held.num_bytes) if one_after_the_other else before + held.num_bytes
         for held in in_backward:  # one block after the other
             key = held.name, Lifetime.IN_INPUT
             recomputed[key] = max(recomputed.get(key, _ZERO), held.num_bytes)

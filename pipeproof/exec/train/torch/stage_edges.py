@@ -1,4 +1,4 @@
-"""Edges of a model that is no chain: tensors for later stages than the next one, and the modules that pass them on."""
+"""Edges of a model that is not a chain: tensors for later stages than the next, and the modules that pass them on."""
 
 from __future__ import annotations
 
