@@ -218,12 +218,6 @@ def in_paddle_stage(spec):
     return next(StagedRun(spec).steps()).gradients
 
 
-def in_paddle_reference(spec):
-    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
-
-    return next(run_unpartitioned(spec)).gradients
-
-
 def in_ordered_reference(spec):
     from tests.stages.staged_run import run_in_order
 
@@ -235,8 +229,7 @@ STAGES = {
     "stages/paddle/ (functional.py, weights.py)": in_paddle_stage,
 }
 ON_PADDLE = {
-    "stages/reference/unpartitioned.py": in_paddle_reference,
-    "stages/reference/ (ordered.py, ordered_layers.py)": in_ordered_reference,
+    "stages/reference/ (ordered.py, ordered_layers.py, layer_math.py)": in_ordered_reference,
 }
 ON_TORCH = {"stages/reference/ (torch_model.py, torch_reference_weights.py)": in_torch_reference}
 COMPUTED = {**STAGES, **ON_PADDLE, **ON_TORCH}
@@ -244,7 +237,6 @@ COMPUTED = {**STAGES, **ON_PADDLE, **ON_TORCH}
 
 SHARED = {
     frozenset(STAGES): "stages/common/ (stage.py, embedding_and_head.py)",
-    frozenset(ON_PADDLE): "stages/reference/layer_math.py",
 }
 """The file that is wrong, where all these places are wrong together."""
 

@@ -221,16 +221,9 @@ PLACES: Mapping[str, Mapping[str, tuple[Mutant, ...]]] = {
         "stages/torch/functional.py": _activation("torch"),
     },
     "biases": {
-        **{place: mutants for place, mutants in _places("biases").items() if "torch_model" not in place},
+        **{place: mutants for place, mutants in _places("biases").items() if "reference/" not in place},
         "stages/describe/layers/layer_operations.py": _described("biases", f"{_LAYERS}:with_biases"),
         "stages/common/stage.py": _values(replaced(f"{_STAGE}._biased", lambda self, x, biases: x), "biases"),
-        "stages/reference/layer_math.py": _values(
-            lambda patch, part: [
-                patch.setattr(_module(f"{REFERENCE}.{name}"), "bias_of", lambda *_: None)
-                for name in ("layer_math", "ordered_layers")
-            ],
-            "biases",
-        ),
         "stages/reference/ordered_layers.py": _values(
             replaced(f"{REFERENCE}.ordered_layers:OrderedLayers.biased", lambda self, x, name: x), "biases"
         ),

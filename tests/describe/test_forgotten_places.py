@@ -148,7 +148,7 @@ KEY = r"\b(?:model|gpt|_model)\.{0}\b(?!\.weight)|\b{0}: (?:bool|Literal)"
 ALSO = {
     "qk_norm": r"'qk_norm'|_head_norm|qk[-_]layernorm",
     "mlp": r"\('model', 'mlp'\)|'mlp': \(|gelu",
-    "biases": r"'biases'|bias_of\((weights|self\.used)|\{name\}\.bias' not in",
+    "biases": r"'biases'|self\.used\.get\(|\{name\}\.bias' not in",
     "norm": r"\('model', 'norm'\)|'norm': \(?'(layer|rms)'|layer_norm\(",
     "positions": r"'positions'|'(embed\.)?positions\.weight'|(?<!action == )(?<!ction'\): )'learned'",
 }

@@ -12,7 +12,7 @@ import pytest
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import initial_weight, loss_scale, micro_batch
-from pipeproof.stages.reference.unpartitioned import UnpartitionedModel
+from pipeproof.stages.reference.ordered import OrderedModel
 from tests.stages.adjoints.world import STEP
 
 
@@ -48,10 +48,10 @@ def assert_slopes(plan: PlanSpec) -> None:
         name: whole * (1.0 + 0.3 * generator.standard_normal(whole.shape)) * (1.0 if whole.ndim == 1 else 10.0)
         for name, whole in big_weights(plan).items()
     }
-    model = UnpartitionedModel(plan, weights)
+    model = whole_model(plan, weights)
     _loss(model).backward()
-    for name in weights:
-        grad = model.main[name].grad.numpy()
+    gradients = whole_gradients(model)
+    for name, grad in gradients.items():
         for flat in (int(np.abs(grad).argmax()), int(generator.integers(grad.size))):
             place = np.unravel_index(flat, grad.shape)
             slope = _slope(plan, weights, name, place)
@@ -63,10 +63,27 @@ def _slope(plan: PlanSpec, weights: Mapping[str, np.ndarray], name: str, place: 
     for sign in (1.0, -1.0):
         moved = weights[name].copy()
         moved[place] += sign * STEP
-        sides.append(float(_loss(UnpartitionedModel(plan, {**weights, name: moved}))))
+        sides.append(float(_loss(whole_model(plan, {**weights, name: moved}))))
     return (sides[0] - sides[1]) / (2 * STEP)
 
 
-def _loss(model: UnpartitionedModel) -> paddle.Tensor:
+def whole_model(plan: PlanSpec, weights: Mapping[str, np.ndarray]) -> OrderedModel:
+    """The unpartitioned model, with gradients of zero."""
+    model = OrderedModel(plan, None, weights, is_whole=True)
+    model.zero_gradients()
+    return model
+
+
+def whole_gradients(model: OrderedModel) -> dict[str, np.ndarray]:
+    """The gradients of an unpartitioned model by parameter, a shared weight's with those of all its uses."""
+    sums = {name: grad.numpy() for name, (grad,) in model.gradients().items()}
+    return {
+        name: sum((sums[f"{layer}.weight"] for layer in model.borrowers_of(name)), start=sums[name])
+        for name in model.weights
+    }
+
+
+def _loss(model: OrderedModel) -> paddle.Tensor:
     """The main loss of the first micro-batch."""
-    return model.losses(micro_batch(model.plan, 0, 0))[0] * loss_scale(model.plan, 0, 0)
+    ((losses,),) = model.losses([micro_batch(model.plan, 0, 0)])
+    return losses.reshape([-1])[0] * loss_scale(model.plan, 0, 0)

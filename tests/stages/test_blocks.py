@@ -11,8 +11,8 @@ from pipeproof.stages.paddle.experts import PaddleBalance, PaddleExperts, choose
 from pipeproof.stages.paddle.functional import causal_attention, fork, swiglu
 from pipeproof.stages.paddle.weights import SplitWeights
 from pipeproof.stages.reference.experts import route
-from pipeproof.stages.reference.unpartitioned import UnpartitionedModel, run_unpartitioned
-from tests.stages.slopes import assert_slopes, big_weights
+from pipeproof.stages.reference.unpartitioned import run_unpartitioned
+from tests.stages.slopes import assert_slopes, big_weights, whole_model
 from tests.stages.staged_run import StagedRun, make_plan, same_bits
 
 pytestmark = pytest.mark.needs_paddle
@@ -125,10 +125,10 @@ def head_by_head(x, weights, mla, num_heads):
 def test_latent_attention_is_what_a_loop_over_heads_computes(generic, order, q_rank):
     mla = {**MLA, "q_rank": q_rank}
     plan = make_plan(model={"activation_order": order, "num_layers": 1, "mla": mla}, run={"dtype": "float64"})
-    model = UnpartitionedModel(plan, {name: generic(*whole.shape) for name, whole in big_weights(plan).items()})
+    model = whole_model(plan, {name: generic(*whole.shape) for name, whole in big_weights(plan).items()})
     x = generic(*((8, 3, 16) if order == "sbh" else (3, 8, 16)))
-    made = model.latent_attention(paddle.to_tensor(x), "layer.0.attn").numpy()
-    weights = {n.removeprefix("layer.0.attn."): w.numpy() for n, w in model.weights.items() if ".attn." in n}
+    made = model.attention([paddle.to_tensor(x)], "layer.0.attn")[0].numpy()
+    weights = {n.removeprefix("layer.0.attn."): w.numpy() for n, (w,) in model.weights.items() if ".attn." in n}
     for row in range(3):
         own = (slice(None), row) if order == "sbh" else row
         np.testing.assert_allclose(made[own], head_by_head(x[own], weights, mla, 4), rtol=1e-9, atol=1e-12)

@@ -16,9 +16,9 @@ from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.paddle.weights import SplitWeights
-from pipeproof.stages.reference.unpartitioned import UnpartitionedModel, run_unpartitioned
+from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 from tests.stages.adjoints.world import STEP
-from tests.stages.slopes import assert_adjoint, big_weights
+from tests.stages.slopes import assert_adjoint, big_weights, whole_model
 from tests.stages.staged_run import StagedRun, make_plan, same_bits
 from tests.stages.test_recompute import allocated
 
@@ -144,19 +144,19 @@ def test_gradients_are_the_slopes_of_the_loss(order):
     generator = np.random.default_rng(4)
     weights = {name: whole + 0.3 * generator.standard_normal(whole.shape) for name, whole in big_weights(plan).items()}
     batch, scale = micro_batch(plan, 0, 0), loss_scale(plan, 0, 0)
-    model = UnpartitionedModel(plan, weights)
-    (model.losses(batch)[0] * scale).backward()
+    model = whole_model(plan, weights)
+    (model.losses([batch])[0][0] * scale).backward()
     own = [name for name in weights if "_streams." in name]
     assert len(own) == 2 * 2 * 3
     for name in [*own, "embed.weight", "layer.1.mlp_norm.weight"]:
-        grad = model.main[name].grad.numpy()
+        grad = model.weights[name][0].grad.numpy()
         place = np.unravel_index(int(np.abs(grad).argmax()), grad.shape)
         assert abs(grad[place]) > 1e-4, "the test would not see a gradient of zero"
         sides = []
         for sign in (1.0, -1.0):
             moved = weights[name].copy()
             moved[place] += sign * STEP
-            sides.append(float(UnpartitionedModel(plan, {**weights, name: moved}).losses(batch)[0] * scale))
+            sides.append(float(whole_model(plan, {**weights, name: moved}).losses([batch])[0][0] * scale))
         assert grad[place] == pytest.approx((sides[0] - sides[1]) / (2 * STEP), rel=1e-5, abs=1e-9), name
 
 

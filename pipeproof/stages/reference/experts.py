@@ -189,19 +189,6 @@ class Routers:
         """Select the next work item; ``micro_batch`` counts over all data ranks."""
         self._work_item = micro_batch, split
 
-    def route(
-        self,
-        logits: Tensor,
-        name: str,
-        *,
-        counts: bool = True,
-        sequence_dim: int | None = None,
-        token_ids: npt.NDArray[np.int64] | None = None,
-    ) -> Routing:
-        """Choose experts by a router's outputs [.., E], see ``routes``."""
-        (routing,) = self.routes(logits, name, 1, counts=counts, sequence_dim=sequence_dim, token_ids=token_ids)
-        return routing
-
     def routes(
         self,
         logits: Tensor,

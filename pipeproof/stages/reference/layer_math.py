@@ -1,7 +1,7 @@
-"""Arithmetic of layers on one tensor, and masks of dropout, for both references on Paddle.
+"""Arithmetic of layers on one tensor, and masks of dropout, for the references on Paddle.
 
-The tensor is a whole activation with whole weights in the unpartitioned model, and a shard with the shards of weights
-in the ordered one. Sums over shards, sequence splits and micro-batches are not here: each reference writes its own.
+The tensor is a shard with the shards of weights, or a whole activation with whole weights. Sums over shards, sequence
+splits and micro-batches are not here.
 
 Shape letters: S sequence, B rows, K heads of keys and values, G query heads of each, D head size; of latent attention A
 heads, N and R elements of a head's query without and with positions, Z of its value. [..] is [S, B] or [B, S], as in
@@ -10,8 +10,8 @@ the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -65,18 +65,6 @@ def _gains(mask: npt.NDArray[np.bool_], rate: float, like: Tensor) -> npt.NDArra
 Tensor: TypeAlias = paddle.Tensor
 Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Queries [B, K, G, S, D], keys [B, K, S, D] and values [B, K, S, Z]."""
-_Value = TypeVar("_Value")
-
-
-def bias_of(weights: Mapping[str, _Value], name: str) -> _Value | None:
-    """The bias of the product of that name, if the model has it."""
-    return weights.get(f"{name}.bias")
-
-
-def linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
-    """``x @ weight``, plus the bias if the model has it."""
-    y, bias = paddle.matmul(x, weights[f"{name}.weight"]), bias_of(weights, name)
-    return y if bias is None else y + bias
 
 
 def gated(gate: Tensor, up: Tensor, model: ModelSpec) -> Tensor:

@@ -226,9 +226,14 @@ class OrderedModel(OrderedLayers):
     """The GPT of the plan, with sharded weights and sums in shard order."""
 
     def __init__(
-        self, plan: PlanSpec, watch: LayerWatch | None = None, weights: Mapping[str, npt.NDArray[Any]] | None = None
+        self,
+        plan: PlanSpec,
+        watch: LayerWatch | None = None,
+        weights: Mapping[str, npt.NDArray[Any]] | None = None,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        super().__init__(plan, initial_state(plan).weights if weights is None else weights)
+        super().__init__(plan, initial_state(plan).weights if weights is None else weights, is_whole=is_whole)
         self.watch = watch
 
     def losses(self, batches: Sequence[Batch], indices: Sequence[int] = (0,)) -> list[list[Tensor]]:

@@ -28,7 +28,7 @@ from pipeproof.stages.reference.experts import (
     mixture,
     without_biases,
 )
-from pipeproof.stages.reference.layer_math import DropoutRng, Heads, LayerMath, bias_of
+from pipeproof.stages.reference.layer_math import DropoutRng, Heads, LayerMath
 from pipeproof.stages.reference.sharded_tensors import (
     Copies,
     RoundedShards,
@@ -39,18 +39,22 @@ from pipeproof.stages.reference.sharded_tensors import (
     products,
 )
 
+EMBEDDING = "embed.weight"
+
 
 class OrderedWeights:
     """The sharded weights of the plan's GPT. The argument ``weights`` has them whole, and may have router biases.
 
     ``leaves[split][rank]`` has, by name, the leaves that a sequence split and an expert-parallel rank compute with. The
-    part of a sequence on a context-parallel rank is also a split.
+    part of a sequence on a context-parallel rank is also a split. If ``is_whole``, there is one shard, rank and split.
     """
 
-    def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
+    def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], *, is_whole: bool = False) -> None:
         self.plan = plan
-        self.num_shards, self.num_ranks = plan.topology.tp, plan.topology.ep
-        self.num_splits = plan.schedule.num_sequence_splits * plan.topology.cp
+        self.num_shards, self.num_ranks, self.num_cp, self.num_splits = 1, 1, 1, 1
+        if not is_whole:
+            self.num_shards, self.num_ranks, self.num_cp = plan.topology.tp, plan.topology.ep, plan.topology.cp
+            self.num_splits = plan.schedule.num_sequence_splits * self.num_cp
         self.sequence_shards = self.num_shards if plan.topology.sequence_parallel else 1
         parameters = [parameter for layer in describe_gpt(plan) for parameter in layer.parameters]
         self._shard_dims = {parameter.name: parameter.tp.dim for parameter in parameters}
@@ -74,7 +78,7 @@ class OrderedWeights:
         Each sequence split and each expert-parallel rank has its own buffers; ranks share those of experts. Each layer
         that uses the embedding's weight has its own buffer for it.
         """
-        if self.num_splits * self.num_ranks > 1 or self._borrowers():
+        if self.num_splits * self.num_ranks > 1 or self.borrowers_of(EMBEDDING):
             self.leaves = []
             for _ in range(self.num_splits):
                 first = self._new_leaves()
@@ -86,12 +90,14 @@ class OrderedWeights:
                     shard.grad = paddle.zeros_like(shard)
 
     def _new_leaves(self) -> dict[str, Shards]:
-        borrowed = {f"{layer}.weight": self.weights["embed.weight"] for layer in self._borrowers()}
+        borrowed = {f"{layer}.weight": self.weights[EMBEDDING] for layer in self.borrowers_of(EMBEDDING)}
         return {name: [leaf(shard) for shard in shards] for name, shards in (self.weights | borrowed).items()}
 
-    def _borrowers(self) -> list[str]:
+    def borrowers_of(self, name: str) -> list[str]:
         """Layers that use the embedding's weight: a tied head, and modules that look up tokens themselves."""
         model = self.plan.gpt
+        if name != EMBEDDING:
+            return []
         lends = embeds_again(model) and not has_own_embedding(model)
         modules = [f"mtp.{number}" for number in range(num_modules(model) if lends else 0)]
         return [*modules, "head"] if model.tied_embedding else modules
@@ -130,8 +136,8 @@ class OrderedLayers(OrderedWeights):
     With sequence parallelism an activation between blocks is sharded along the sequence; otherwise it is one tensor.
     """
 
-    def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
-        super().__init__(plan, weights)
+    def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], *, is_whole: bool = False) -> None:
+        super().__init__(plan, weights, is_whole=is_whole)
         self.routers = Routers(plan, weights)
         self.indices: Sequence[int] = (0,)
         self.token_ids: list[npt.NDArray[np.int64]] = []
@@ -198,7 +204,7 @@ class OrderedLayers(OrderedWeights):
 
     def biased(self, x: Shards, name: str) -> Shards:
         """Add the bias of that name, if the model has it, to each shard."""
-        bias = bias_of(self.used, name)
+        bias = self.used.get(f"{name}.bias")
         return x if bias is None else self.add(x, bias)
 
     def linear(self, x: Shards, name: str) -> Shards:
@@ -293,7 +299,7 @@ class OrderedLayers(OrderedWeights):
         context-parallel ranks each split has a copy for every rank, and gradients are added in rank order, including
         the zeros of ranks that do not see the split.
         """
-        if self.plan.topology.cp > 1:
+        if self.num_cp > 1:
             self.earlier.setdefault(key, []).append(Copies.apply(own, self.num_splits))
             return paddle.concat([copies[self.split] for copies in self.earlier[key]], axis=2)
         num_readers = self.num_splits - self.split
@@ -334,8 +340,11 @@ class OrderedLayers(OrderedWeights):
                 router, ids = f"{name}.hash_router.weight", self.token_ids[self.rank]
             factors = inputs[0], self.used[router]
             logits = products(*([in_router_type(shard, moe) for shard in shards] for shards in factors))
+            whole_sequences = self.sequence_dim if self.num_splits == 1 else None
             return [
-                self.routers.routes(x, name, num_readers, counts=shard == 0, token_ids=ids)
+                self.routers.routes(
+                    x, name, num_readers, counts=shard == 0, sequence_dim=whole_sequences, token_ids=ids
+                )
                 for shard, x in enumerate(logits)
             ]
 

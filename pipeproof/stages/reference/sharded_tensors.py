@@ -59,13 +59,6 @@ class Copies(PyLayer):  # type: ignore[misc]  # Paddle ships no types
         return add(grads)
 
 
-def rounded(weights: dict[str, Tensor], run: RunSpec) -> dict[str, Tensor]:
-    """Convert each weight to the type of the run, as a node of autograd. Weights of that type are unchanged."""
-    if run.weight_dtype == run.dtype:
-        return weights
-    return {name: weight.astype(run.dtype) for name, weight in weights.items()}
-
-
 class RoundedShards(Mapping[str, Shards]):
     """Sharded weights, rounded at each access, so each use has its own gradient."""
 

@@ -20,14 +20,13 @@ def random_weights(model):
 
 def reference_losses(plan, weights, batch):
     from pipeproof.stages.describe.gradient_facts import bias_key
-    from pipeproof.stages.reference.unpartitioned import UnpartitionedModel
+    from tests.stages.slopes import whole_model
 
     biases = {name: array for name, array in weights.items() if name.endswith("router.bias")}
     named = {bias_key(name.removesuffix(".router.bias")): array for name, array in biases.items()}
-    model = UnpartitionedModel(plan, {name: array for name, array in weights.items() if name not in biases} | named)
-    model.dropout_rng.select(0, 0)
-    model.routers.select(0)
-    return [float(loss) for loss in model.losses(batch)]
+    model = whole_model(plan, {name: array for name, array in weights.items() if name not in biases} | named)
+    ((losses,),) = model.losses([batch])
+    return losses.reshape([-1]).numpy().tolist()
 
 
 def cross_entropy(logits, labels):
