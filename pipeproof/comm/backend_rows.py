@@ -6,8 +6,8 @@ conformance suite (``pipeproof.testing.probes``) checks a backend against
 them. Each row below states the meaning of the behaviour, the effect on plans
 if the backend differs, and the source of the value.
 
-Two layers appear. *Calls* are the backend's own functions. *Posts* are what
-pipeproof's adapter builds from them; a plan's SEND and RECV use posts.
+A table has only what proofs and runs depend on. *Posts* are what pipeproof's
+adapter builds from the backend's own functions; a plan's SEND and RECV use posts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,6 @@ SendCompletes = Literal["rendezvous", "eager", "slots"]
 
 Queue = Literal["directed_edge", "pair", "communicator", "direction", "rank", "device"]
 """Transfers of a rank that wait for each other; ``pipeproof.comm.channel_models`` defines each name."""
-
-LongerMessage = Literal["abort", "error", "hang", "truncate", "other"]
-"""Result of a message longer than its buffer.
-
-``abort`` ends a process by a signal, ``error`` raises, ``hang`` never returns,
-``truncate`` fills the buffer and drops the rest; ``other`` is none of these.
-"""
-
-ShorterMessage = Literal["abort", "error", "hang", "stale_rest", "other"]
-"""Result of a message shorter than its buffer: ``stale_rest`` leaves the end as it was, silently."""
 
 Support = Literal["works", "wrong", "missing", "hangs", "aborts"]
 """Result of an operation: it gives the right values, wrong values silently, raises, never returns, or kills."""
@@ -62,10 +52,6 @@ class Row:
     source: str
 
 
-_SAME_LENGTH = (
-    "The matching rules refuse sizes that differ in any case; what changes is how a violation would look at run time."
-)
-_COMPOSED = "The adapter does not call it: it composes its collectives of pairwise all-gathers. Plans are unaffected."
 _NEEDED = "The adapter builds on it: no plan can run on this backend."
 
 
@@ -111,22 +97,6 @@ class BackendTable:
             "If edges share a queue, a receive posted early blocks the send behind it, and plans that passed can hang.",
         ),
     ]
-    isend_blocks_host: Annotated[
-        bool,
-        Behaviour(
-            "whether the isend call returns only when the receiver has taken the message",
-            "The adapter sends from threads of its own, so plans are right either way; without blocking, "
-            "the threads could go.",
-        ),
-    ]
-    irecv_blocks_host: Annotated[
-        bool,
-        Behaviour(
-            "whether the irecv call returns only when the message is there",
-            "The adapter receives in threads of its own, so plans are right either way; without blocking, "
-            "the threads could go.",
-        ),
-    ]
     matching: Annotated[
         Literal["fifo", "other"],
         Behaviour(
@@ -135,60 +105,8 @@ class BackendTable:
             "tensor to another micro-batch.",
         ),
     ]
-    tags: Annotated[
-        bool,
-        Behaviour(
-            "whether the send and receive calls take a tag to match by",
-            "Proofs do not use tags, so they hold either way.",
-        ),
-    ]
-    longer_message: Annotated[
-        LongerMessage, Behaviour("what comes of a message longer than the receive buffer", _SAME_LENGTH)
-    ]
-    shorter_message: Annotated[
-        ShorterMessage, Behaviour("what comes of a message shorter than the receive buffer", _SAME_LENGTH)
-    ]
-    dtype_checked: Annotated[
-        bool,
-        Behaviour(
-            "whether a send and a receive of equal size but different dtype are refused",
-            "The matching rules refuse them in any case; a backend that checks only reports it a second time.",
-        ),
-    ]
     all_gather: Annotated[Support, Behaviour("all-gather over two ranks", _NEEDED)]
-    all_reduce: Annotated[Support, Behaviour("all-reduce (sum) over two ranks", _COMPOSED)]
-    broadcast: Annotated[Support, Behaviour("broadcast over two ranks", _COMPOSED)]
     barrier: Annotated[Support, Behaviour("barrier: no rank leaves before all have come", _NEEDED)]
-    reduce_scatter: Annotated[Support, Behaviour("reduce-scatter (sum) over two ranks", _COMPOSED)]
-    all_to_all: Annotated[Support, Behaviour("all-to-all over two ranks", _COMPOSED)]
-    partial_send_recv: Annotated[
-        Support,
-        Behaviour(
-            "the backend's own partial send and receive of one slice of a tensor",
-            "Where they work the adapter's partial transport is made of them; else it is composed of slice, send and "
-            "all-gather.",
-        ),
-    ]
-    all_reduce_float16: Annotated[
-        Support,
-        Behaviour("all-reduce (sum) of float16 over two ranks", _COMPOSED),
-    ]
-    serial_group_creation: Annotated[
-        bool,
-        Behaviour(
-            "whether groups must be created one by one, with a barrier of the world between",
-            "The adapter always creates groups one by one; without the need, only start-up could be faster.",
-            probed=False,
-        ),
-    ]
-    max_group_size: Annotated[
-        int,
-        Behaviour(
-            "the largest group, the world apart, whose collectives can be relied on; larger ones are composed of pairs",
-            "The adapter uses two-rank groups only; larger ones would only be faster.",
-            probed=False,
-        ),
-    ]
     max_batched_transfers: Annotated[
         int,
         Behaviour(

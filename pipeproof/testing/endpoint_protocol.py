@@ -8,7 +8,7 @@ raises any exception.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -42,17 +42,11 @@ class Endpoint(Protocol):
     def pause(self) -> None:
         """Delay this rank until the other is visibly ahead (a tenth of a second is enough)."""
 
-    def send(self, array: Array, peer: int, tag: int | None = None) -> None:
-        """The backend's blocking send; raises if a tag is given and the backend takes none."""
+    def send(self, array: Array, peer: int) -> None:
+        """The backend's blocking send."""
 
-    def recv(self, into: Array, peer: int, tag: int | None = None) -> Array:
+    def recv(self, into: Array, peer: int) -> Array:
         """The backend's blocking receive into a buffer that holds ``into`` before."""
-
-    def isend(self, array: Array, peer: int) -> Handle:
-        """The backend's asynchronous send; it may block."""
-
-    def irecv(self, into: Array, peer: int) -> Handle:
-        """The backend's asynchronous receive; it may block."""
 
     def post_send(self, array: Array, edge: str) -> Handle:
         """Post a send like a plan's SEND, over one of ``EDGES``."""
@@ -65,24 +59,6 @@ class Endpoint(Protocol):
 
     def all_gather(self, array: Array) -> list[Array]:
         """Return the inputs of both ranks, in rank order."""
-
-    def all_reduce(self, array: Array) -> Array:
-        """Return the sum of both ranks' inputs."""
-
-    def broadcast(self, array: Array, root: int) -> Array:
-        """Return the input of ``root``."""
-
-    def reduce_scatter(self, array: Array) -> Array:
-        """Return this rank's half of the sum of both ranks' inputs."""
-
-    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the inputs for this rank, in rank order; ``arrays[r]`` goes to rank r."""
-
-    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
-        """Send slice ``index`` of ``num_slices`` equal ones of the array, by the backend's call."""
-
-    def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
-        """Receive slice ``index`` of ``num_slices`` into a buffer that holds ``into`` before."""
 
 
 Body = Callable[[Endpoint], Any]

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from pipeproof.testing.endpoint_protocol import Array, Endpoint, Handle, array
 
@@ -25,9 +22,6 @@ NUM_MESSAGES = 8
 
 STALE = -7.0
 """Content of a receive buffer before the receive, if it matters."""
-
-BITS = np.array([1.5, -2.25, 3.0, 4.0], np.float32)
-"""Value that is sent as float32 and received as int32."""
 
 
 # --- who waits for whom ----------------------------------------------------------------------------------
@@ -80,18 +74,8 @@ def _call_times(end: Endpoint, early: int, call: Callable[[], Handle], counterpa
     return times
 
 
-def isends(end: Endpoint) -> list[int]:
-    """Return when each isend returned on rank 0, and when the late receives began on rank 1."""
-    return _call_times(end, 0, lambda: end.isend(array(1, 2), 1), lambda: end.recv(array(STALE, STALE), 0))
-
-
-def irecvs(end: Endpoint) -> list[int]:
-    """Return when each irecv returned on rank 1, and when the late sends began on rank 0."""
-    return _call_times(end, 1, lambda: end.irecv(array(STALE, STALE), 0), lambda: end.send(array(1, 2), 1))
-
-
 def posts(end: Endpoint) -> tuple[list[int], list[int]]:
-    """The same for posts: of sends, with the receiver late, then of receives, with the sender late."""
+    """Return when each post returned, and when its late counterpart began: of sends, then of receives."""
 
     def send() -> Handle:
         return end.post_send(array(1, 2), "forward")
@@ -162,39 +146,7 @@ def pairs_of_messages(end: Endpoint) -> list[list[float]]:
     return received
 
 
-def tagged(end: Endpoint) -> None:
-    """One message with a tag on both sides."""
-    if end.rank == 0:
-        end.send(array(1, 2), 1, tag=7)
-    else:
-        end.recv(array(STALE, STALE), 0, tag=7)
-
-
-def _delivered(end: Endpoint, sent: Array, into: Array) -> list[Any]:
-    """One message; rank 1 returns what it received into a buffer."""
-    if end.rank == 0:
-        end.send(sent, 1)
-        return []
-    received: list[Any] = end.recv(into, 0).tolist()
-    return received
-
-
-def longer(end: Endpoint) -> list[Any]:
-    """Four elements for a buffer of two."""
-    return _delivered(end, array(1, 2, 3, 4), array(STALE, STALE))
-
-
-def shorter(end: Endpoint) -> list[Any]:
-    """Two elements for a buffer of four."""
-    return _delivered(end, array(1, 2), array(STALE, STALE, STALE, STALE))
-
-
-def other_dtype(end: Endpoint) -> list[Any]:
-    """The same number of bytes of another dtype."""
-    return _delivered(end, BITS, np.zeros(4, np.int32))
-
-
-# --- collectives and partial transfers -------------------------------------------------------------------
+# --- collectives -----------------------------------------------------------------------------------------
 
 
 def _mine(end: Endpoint) -> Array:
@@ -204,44 +156,6 @@ def _mine(end: Endpoint) -> Array:
 def all_gathered(end: Endpoint) -> list[list[float]]:
     """An all-gather of four elements a rank."""
     return [part.tolist() for part in end.all_gather(_mine(end))]
-
-
-def all_reduced(end: Endpoint) -> list[float]:
-    """An all-reduce of four elements a rank."""
-    total: list[float] = end.all_reduce(_mine(end)).tolist()
-    return total
-
-
-def all_reduced_float16(end: Endpoint) -> list[float]:
-    """The same in float16, which holds these numbers exactly."""
-    total: list[float] = end.all_reduce(_mine(end).astype(np.float16)).tolist()
-    return total
-
-
-def broadcasts(end: Endpoint) -> list[list[float]]:
-    """A broadcast from each rank."""
-    return [end.broadcast(_mine(end), root).tolist() for root in (0, 1)]
-
-
-def reduce_scattered(end: Endpoint) -> list[float]:
-    """A reduce-scatter of four elements a rank."""
-    half: list[float] = end.reduce_scatter(_mine(end)).tolist()
-    return half
-
-
-def exchanged(end: Endpoint) -> list[list[float]]:
-    """An all-to-all of two elements for each rank."""
-    mine = _mine(end)
-    return [part.tolist() for part in end.all_to_all([mine[:2], mine[2:]])]
-
-
-def partial(end: Endpoint) -> list[float]:
-    """The second half of four elements; rank 1 returns its whole buffer."""
-    if end.rank == 0:
-        end.partial_send(array(1, 2, 3, 4), 1, 2, 1)
-        return []
-    received: list[float] = end.partial_recv(array(STALE, STALE, STALE, STALE), 0, 2, 1).tolist()
-    return received
 
 
 def barriers(end: Endpoint) -> list[tuple[int, int]]:

@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import numpy as np
-
 from pipeproof.comm.backend_rows import BackendTable, Queue, RowValue
 from pipeproof.testing import probe_bodies as bodies
 from pipeproof.testing.endpoint_protocol import Body, MakeWorld, Outcome, World
@@ -59,12 +57,6 @@ def _always(*, value: RowValue, **disturbed: RowValue) -> Callable[[Outcomes], R
     return _both(lambda *_: value, **disturbed)
 
 
-def _received(
-    expected: list[Any], if_so: RowValue, if_not: RowValue, **disturbed: RowValue
-) -> Callable[[Outcomes], RowValue]:
-    return _both(lambda _, received: if_so if received == expected else if_not, **disturbed)
-
-
 def _buffering(returned: list[list[int]], began: list[int]) -> RowValue:
     num_ahead = max(sum(time < receiver for time in times) for times, receiver in zip(returned, began, strict=True))
     return {0: "rendezvous", bodies.NUM_MESSAGES: "eager"}.get(num_ahead, "slots")
@@ -78,6 +70,10 @@ def _either_blocks(rank_0: tuple[list[int], list[int]], rank_1: tuple[list[int],
     return _always_late(rank_0[0], rank_1[0]) or _always_late(rank_1[1], rank_0[1])
 
 
+def _order(_: object, received: list[list[float]]) -> RowValue:
+    return "fifo" if received == _IN_ORDER else "other"
+
+
 def _held(rank_0: list[tuple[int, int]], rank_1: list[tuple[int, int]]) -> RowValue:
     held = all(max(a[0], b[0]) <= min(a[1], b[1]) for a, b in zip(rank_0, rank_1, strict=True))
     return "works" if held else "wrong"
@@ -88,41 +84,18 @@ def _support(key: str, body: Body, values: Callable[[Any, Any], RowValue]) -> Pr
     return Probe(key, body, _both(values, died="aborts", raised="missing", blocked="hangs"))
 
 
-def _returns(key: str, body: Body, rank_0: list[Any], rank_1: list[Any]) -> Probe:
-    """Return the probe of an operation that works if the ranks return these values."""
-    return _support(key, body, lambda a, b: "works" if (a, b) == (rank_0, rank_1) else "wrong")
-
-
 _SHARED_QUEUES: frozenset[RowValue] = frozenset(get_args(Queue)) - {"directed_edge"}
 
 _IN_ORDER = [[float(attempt), float(k)] for attempt in range(2 * bodies.NUM_ATTEMPTS) for k in (1, 2)]
-_STALE_REST = [1.0, 2.0, bodies.STALE, bodies.STALE]
 _PUT_IN = [[1.0, 2.0, 3.0, 5.0], [11.0, 12.0, 13.0, 15.0]]
-_SUM = [12.0, 14.0, 16.0, 20.0]
 
 PROBES: tuple[Probe, ...] = (
     Probe("send_completes", bodies.blocking_sends, _both(_buffering)),
     Probe("host_blocks_on_post", bodies.posts, _both(_either_blocks)),
     Probe("queue", bodies.crossing, _always(value="directed_edge", blocked="pair"), look_alike=_SHARED_QUEUES),
-    Probe("isend_blocks_host", bodies.isends, _both(_always_late)),
-    Probe("irecv_blocks_host", bodies.irecvs, _both(lambda sender, receiver: _always_late(receiver, sender))),
-    Probe("matching", bodies.pairs_of_messages, _received(_IN_ORDER, "fifo", "other")),
-    Probe("tags", bodies.tagged, _always(value=True, raised=False)),
-    Probe("longer_message", bodies.longer, _received([1.0, 2.0], "truncate", "other")),
-    Probe("shorter_message", bodies.shorter, _received(_STALE_REST, "stale_rest", "other")),
-    Probe(
-        "dtype_checked",
-        bodies.other_dtype,
-        _received(bodies.BITS.view(np.int32).tolist(), if_so=False, if_not="converted", raised=True),
-    ),
-    _returns("all_gather", bodies.all_gathered, _PUT_IN, _PUT_IN),
-    _returns("all_reduce", bodies.all_reduced, _SUM, _SUM),
-    _returns("broadcast", bodies.broadcasts, _PUT_IN, _PUT_IN),
+    Probe("matching", bodies.pairs_of_messages, _both(_order)),
+    _support("all_gather", bodies.all_gathered, lambda a, b: "works" if a == b == _PUT_IN else "wrong"),
     _support("barrier", bodies.barriers, _held),
-    _returns("reduce_scatter", bodies.reduce_scattered, _SUM[:2], _SUM[2:]),
-    _returns("all_to_all", bodies.exchanged, [[1.0, 2.0], [11.0, 12.0]], [[3.0, 5.0], [13.0, 15.0]]),
-    _returns("partial_send_recv", bodies.partial, [], [bodies.STALE, bodies.STALE, 3.0, 4.0]),
-    _returns("all_reduce_float16", bodies.all_reduced_float16, _SUM, _SUM),
 )
 """Probes in the order of the table's rows."""
 
@@ -204,7 +177,7 @@ def _result(table: BackendTable, probe: Probe, outcomes: Outcomes) -> RowResult:
 
 def _detail(observed: RowValue, outcomes: Outcomes) -> str:
     """Describe ranks that did not return, and values without a name in the table."""
-    values_matter = observed in ("wrong", "other", "converted")
+    values_matter = observed in ("wrong", "other")
     texts = {
         rank: _words(outcome) for rank, outcome in enumerate(outcomes) if outcome.kind != "returned" or values_matter
     }

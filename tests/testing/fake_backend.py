@@ -3,7 +3,7 @@
 It serves to test code that uses a backend, and to test the conformance suite:
 change one row, and the suite must report that row and no other::
 
-    table = dataclasses.replace(backend_table("paddle", "cpu"), longer_message="truncate")
+    table = dataclasses.replace(backend_table("paddle", "cpu"), matching="other")
     with fake_world(table) as world:
         ...
 
@@ -59,7 +59,6 @@ class _Transfer:
     done: bool = False
     """Done for its rank: an eager send is done before it is delivered."""
     delivered: bool = False
-    error: BaseException | None = None
 
 
 class FakeBackend:
@@ -73,8 +72,6 @@ class FakeBackend:
         """Transfers that wait for each other, those not done, oldest first."""
         self._in_flight: dict[_Channel, list[_Transfer]] = defaultdict(list)
         """Sends that reached their channel and were not delivered, oldest first."""
-        self._lost: list[_Transfer] = []
-        """Transfers that will never be done."""
         self._meetings: dict[tuple[str, int], dict[int, list[Array]]] = defaultdict(dict)
         """Inputs of the ranks, for every collective call that a rank has reached."""
         self._asleep: set[threading.Thread] = set()
@@ -115,8 +112,6 @@ class FakeBackend:
         with self._changed:
             while not (transfer.delivered if delivered else transfer.done):
                 self._sleep()
-            if transfer.error is not None:
-                raise transfer.error
             return transfer.array
 
     def meet(self, call: tuple[str, int], rank: int, parts: list[Array]) -> list[list[Array]]:
@@ -153,7 +148,7 @@ class FakeBackend:
         while progress:
             progress = False
             for transfer in [self._head(queue) for queue in self._queues.values() if queue]:
-                if not transfer.done and transfer not in self._lost:  # done: with a head before it
+                if not transfer.done:  # done: with a head before it
                     progress |= self._try(transfer)
             for queue in self._queues.values():
                 queue[:] = [transfer for transfer in queue if not transfer.done]
@@ -177,24 +172,7 @@ class FakeBackend:
         return True
 
     def _deliver(self, message: _Transfer, into: _Transfer) -> None:
-        if self.table.dtype_checked and message.array.dtype != into.array.dtype:
-            into.error = TypeError(f"a message of {message.array.dtype} for a buffer of {into.array.dtype}")
-        num_sent, num_expected = message.array.nbytes, into.array.nbytes
-        what = "fits"
-        if num_sent != num_expected:
-            what = self.table.longer_message if num_sent > num_expected else self.table.shorter_message
-        if what == "hang":
-            self._lost += [message, into]
-            return
-        if what == "abort":
-            into.error = Killed("length check")
-        elif what == "error":
-            into.error = ValueError(f"{num_sent} bytes for a buffer of {num_expected}")
-        elif what == "other":
-            into.array = np.zeros_like(into.array)
-        elif into.error is None:
-            num_bytes = min(num_sent, num_expected)
-            into.array.view(np.uint8)[:num_bytes] = message.array.view(np.uint8)[:num_bytes]
+        into.array[:] = message.array
         for transfer in (message, into):
             transfer.done = transfer.delivered = True
 
@@ -224,23 +202,11 @@ class FakeEndpoint:
     def pause(self) -> None:
         time.sleep(self._pause_s)
 
-    def send(self, array: Array, peer: int, tag: int | None = None) -> None:
-        self._call(array, peer, is_send=True, channel=self._channel_name(tag)).wait()
+    def send(self, array: Array, peer: int) -> None:
+        self._call(array, peer, is_send=True).wait()
 
-    def recv(self, into: Array, peer: int, tag: int | None = None) -> Array:
-        return self._call(into, peer, is_send=False, channel=self._channel_name(tag)).wait()
-
-    def isend(self, array: Array, peer: int) -> _FakeHandle:
-        handle = self._call(array, peer, is_send=True)
-        if self._table.isend_blocks_host:
-            self._backend.wait(handle.transfer, delivered=True)
-        return handle
-
-    def irecv(self, into: Array, peer: int) -> _FakeHandle:
-        handle = self._call(into, peer, is_send=False)
-        if self._table.irecv_blocks_host:
-            handle.wait()
-        return handle
+    def recv(self, into: Array, peer: int) -> Array:
+        return self._call(into, peer, is_send=False).wait()
 
     def post_send(self, array: Array, edge: str) -> _FakeHandle:
         return self._post(array, edge, is_send=True)
@@ -256,44 +222,9 @@ class FakeEndpoint:
         parts = [a for (a,) in self._meet("all_gather", self._table.all_gather, [array])]
         return parts if self._table.all_gather == "works" else [np.zeros_like(a) for a in parts]
 
-    def all_reduce(self, array: Array) -> Array:
-        is_half = array.dtype == np.float16
-        support = self._table.all_reduce_float16 if is_half else self._table.all_reduce
-        (first,), (second,) = self._meet("all_reduce", support, [array])
-        return first + second if support == "works" else np.full_like(array, np.inf)
-
-    def broadcast(self, array: Array, root: int) -> Array:
-        parts = self._meet("broadcast", self._table.broadcast, [array])
-        return parts[root][0] if self._table.broadcast == "works" else np.zeros_like(array)
-
-    def reduce_scatter(self, array: Array) -> Array:
-        (first,), (second,) = self._meet("reduce_scatter", self._table.reduce_scatter, [array])
-        half: Array = np.split(first + second, 2)[self.rank]
-        return half if self._table.reduce_scatter == "works" else np.zeros_like(half)
-
-    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
-        parts = [a[self.rank] for a in self._meet("all_to_all", self._table.all_to_all, list(arrays))]
-        return parts if self._table.all_to_all == "works" else [np.zeros_like(a) for a in parts]
-
-    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
-        self._meet("partial", self._table.partial_send_recv, [np.split(array, num_slices)[index]])
-
-    def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
-        parts = self._meet("partial", self._table.partial_send_recv, [])
-        if self._table.partial_send_recv == "works":
-            np.split(into, num_slices)[index][:] = parts[peer][0]
-        return into
-
-    def _channel_name(self, tag: int | None) -> str:
-        if tag is None:
-            return "untagged"
-        if not self._table.tags:
-            raise NotImplementedError("this backend takes no tags")
-        return f"tag {tag}"
-
-    def _call(self, array: Array, peer: int, *, is_send: bool, channel: str = "untagged") -> _FakeHandle:
+    def _call(self, array: Array, peer: int, *, is_send: bool) -> _FakeHandle:
         src, dst = (self.rank, peer) if is_send else (peer, self.rank)
-        transfer = _Transfer(self.rank, _Channel(channel, src, dst), is_send, array.copy())
+        transfer = _Transfer(self.rank, _Channel("call", src, dst), is_send, array.copy())
         self._backend.post(transfer, (transfer.channel, self.rank))
         return _FakeHandle(self._backend, transfer)
 

@@ -60,6 +60,7 @@ def test_what_a_table_allows_beside_its_value() -> None:
     assert nccl.allows("send_completes", "eager")
     assert not TABLE.allows("send_completes", "eager")
     assert not nccl.allows("matching", "other")
-    assert not dataclasses.replace(TABLE, max_group_size=1).allows("max_group_size", observed=True)  # though 1 == True
+    one = dataclasses.replace(TABLE, max_batched_transfers=1)
+    assert not one.allows("max_batched_transfers", observed=True)  # though 1 == True
     with pytest.raises(ValueError, match="look at speed"):
         dataclasses.replace(nccl, also={"speed": frozenset({"fast"})})

@@ -86,5 +86,5 @@ def test_a_shared_queue_is_observed_but_not_which(queue: str) -> None:
 
 
 def test_a_row_that_no_probe_observes_is_refused() -> None:
-    with pytest.raises(ValueError, match="no probe observes max_group_size; probes observe send_completes"):
-        check_backend(TABLE, fake(), keys=["max_group_size"])
+    with pytest.raises(ValueError, match="no probe observes max_batched_transfers; probes observe send_completes"):
+        check_backend(TABLE, fake(), keys=["max_batched_transfers"])

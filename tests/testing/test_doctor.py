@@ -48,11 +48,7 @@ def test_a_backend_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
     report = run_doctor(asks_devices=False)
     assert (report.exit_status, report.problems) == (0, [])
-    assert [row.key for row in report.not_measured] == [
-        "serial_group_creation",
-        "max_group_size",
-        "max_batched_transfers",
-    ]
+    assert [row.key for row in report.not_measured] == ["max_batched_transfers"]
     text = rendered(report)
     assert "paddle-gloo behaves as plans assume." in text
     assert text.count("ok ") == len(report.rows) == len(TABLE.values()) - len(report.not_measured)
@@ -60,14 +56,14 @@ def test_a_backend_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.needs_paddle
 def test_a_row_that_differs_is_named_with_what_it_means_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = dataclasses.replace(TABLE, queue="pair", tags=True)
+    other = dataclasses.replace(TABLE, queue="pair", barrier="wrong")
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(other))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 60.0)
-    report = run_doctor(["queue", "tags", "all_gather"], asks_devices=False)
+    report = run_doctor(["queue", "barrier", "all_gather"], asks_devices=False)
     assert report.exit_status == 1
-    queue, tags = report.problems
+    queue, barrier = report.problems
     assert queue.startswith("queue: the table has directed_edge, this machine pair. ")
-    assert tags.startswith("tags: the table has no, this machine yes. ")
+    assert barrier.startswith("barrier: the table has works, this machine wrong. ")
     assert rendered(report).count("DIFFERS") == 2
 
 
@@ -92,12 +88,12 @@ def test_a_backend_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 NCCL = backend_table("torch", "gpu")
-CERTAIN = ["send_completes", "host_blocks_on_post", "queue", "matching", "tags", "shorter_message", "all_reduce"]
+CERTAIN = ["send_completes", "host_blocks_on_post", "queue", "matching", "all_gather"]
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, **rows: object) -> DoctorReport:
     """The doctor's report on a machine whose NCCL does otherwise in some rows."""
-    table = dataclasses.replace(NCCL, **{"shorter_message": "stale_rest", **rows})  # type: ignore[arg-type]
+    table = dataclasses.replace(NCCL, **rows)  # type: ignore[arg-type]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(table))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 60.0)
@@ -113,9 +109,9 @@ def test_versions_that_no_row_has_are_notes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_machine_that_contradicts_the_table_of_nccl_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = on_gpus(monkeypatch, queue="pair", all_reduce="wrong")
+    report = on_gpus(monkeypatch, queue="pair", all_gather="wrong")
     assert report.exit_status == 1
-    assert [problem.partition(":")[0] for problem in report.problems] == ["queue", "all_reduce"]
+    assert [problem.partition(":")[0] for problem in report.problems] == ["queue", "all_gather"]
     assert "posted early blocks the send behind it, and plans that passed can hang" in report.problems[0]
 
 

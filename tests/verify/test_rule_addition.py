@@ -113,7 +113,7 @@ def test_a_worker_distinguishes_another_graph_from_another_backend_table():
     checked = check_subject(at).conclusion
     with pytest.raises(RuntimeError, match=r"graph digest \w{12}, not \w{12}; install"):
         require_same_plan(subject(schedule={"kind": "gpipe"}), checked)
-    other = replace(at, backend=replace(at.backend, max_group_size=3))
+    other = replace(at, backend=replace(at.backend, max_batched_transfers=3))
     assert graph_digest(other) == graph_digest(at)
     assert backend_table_version(other.backend) != backend_table_version(at.backend)
     with pytest.raises(RuntimeError, match=r"launcher's: backend table version \w{12}, not \w{12}; install"):

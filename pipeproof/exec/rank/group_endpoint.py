@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import numpy as np
-
 from pipeproof.exec.rank.idle_messages import Wire
 from pipeproof.schedule.op_table import Channel
 from pipeproof.testing.endpoint_protocol import EDGES, Array, Body, Endpoint, Handle, Outcome
@@ -53,9 +51,8 @@ class _Waitable:
 class GroupEndpoint(ABC):
     """A framework's calls on a two-rank group, and the adapter's posts.
 
-    ``library`` is the framework and ``dist`` its communication, untyped: the tests also pass arguments that their
-    signatures do not have. On a GPU (``on_device``) calls return before they are done, so the host waits after a
-    blocking call.
+    ``library`` is the framework and ``dist`` its communication. On a GPU (``on_device``) calls return before they are
+    done, so the host waits after a blocking call.
     """
 
     def __init__(self, wire: Wire, library: Any, dist: Any, group: Any, *, on_device: bool) -> None:
@@ -70,22 +67,14 @@ class GroupEndpoint(ABC):
     def pause(self) -> None:
         time.sleep(PAUSE_S)
 
-    def send(self, array: Array, peer: int, tag: int | None = None) -> None:
-        self._dist.send(self._tensor(array), dst=peer, group=self._group, **_tagged(tag))
+    def send(self, array: Array, peer: int) -> None:
+        self._dist.send(self._tensor(array), dst=peer, group=self._group)
         self.wire.arrays.synchronize()
 
-    def recv(self, into: Array, peer: int, tag: int | None = None) -> Array:
+    def recv(self, into: Array, peer: int) -> Array:
         tensor = self._tensor(into)
-        self._dist.recv(tensor, src=peer, group=self._group, **_tagged(tag))
+        self._dist.recv(tensor, src=peer, group=self._group)
         return numpy_of(tensor)
-
-    def isend(self, array: Array, peer: int) -> Handle:
-        tensor = self._tensor(array)
-        return _Waitable(self._dist.isend(tensor, dst=peer, group=self._group), tensor, self._finish)
-
-    def irecv(self, into: Array, peer: int) -> Handle:
-        tensor = self._tensor(into)
-        return _Waitable(self._dist.irecv(tensor, src=peer, group=self._group), tensor, self._finish)
 
     def post_send(self, array: Array, edge: str) -> Handle:
         return self._post(array, edge)
@@ -95,22 +84,6 @@ class GroupEndpoint(ABC):
 
     def barrier(self) -> None:
         self._dist.barrier()
-
-    def all_reduce(self, array: Array) -> Array:
-        tensor = self._tensor(array)
-        self._dist.all_reduce(tensor, group=self._group)
-        return numpy_of(tensor)
-
-    def broadcast(self, array: Array, root: int) -> Array:
-        tensor = self._tensor(array)
-        self._dist.broadcast(tensor, src=root, group=self._group)
-        return numpy_of(tensor)
-
-    def reduce_scatter(self, array: Array) -> Array:
-        halves = [self._tensor(half) for half in np.split(array, 2)]
-        result = self._tensor(np.zeros_like(np.split(array, 2)[0]))
-        self._dist.reduce_scatter(result, halves, group=self._group)
-        return numpy_of(result)
 
     @abstractmethod
     def facts(self) -> dict[str, str]:
@@ -141,11 +114,6 @@ def numpy_of(tensor: Any) -> Array:
     """Return the values of a tensor; the host waits for a device."""
     array: Array = tensor.cpu().numpy()
     return array
-
-
-def _tagged(tag: int | None) -> dict[str, int]:
-    """Return the tag as an argument, which the framework may refuse."""
-    return {} if tag is None else {"tag": tag}
 
 
 EXIT_ALONE = 3

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from pipeproof.diagnostics.units import size_text
@@ -48,20 +47,6 @@ class PaddleEndpoint(GroupEndpoint):
         parts: list[Any] = []
         self._dist.all_gather(parts, self._tensor(array), group=self._group)
         return [numpy_of(part) for part in parts]
-
-    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
-        parts: list[Any] = []
-        self._dist.alltoall(parts, [self._tensor(array) for array in arrays], group=self._group)
-        return [numpy_of(part) for part in parts]
-
-    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
-        tensor = self._tensor(array)
-        self._group.process_group.send_partial(tensor, peer, num_slices, index).wait()
-
-    def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
-        tensor = self._tensor(into)
-        self._group.process_group.recv_partial(tensor, peer, num_slices, index).wait()
-        return numpy_of(tensor)
 
     def facts(self) -> dict[str, str]:
         if not self._on_device:

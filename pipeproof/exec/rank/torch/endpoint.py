@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +36,7 @@ class TorchEndpoint(GroupEndpoint):
         wire = Wire(rank, world.channels, TorchArrays(device), clock)
         super().__init__(wire, torch, dist, dist.new_group([0, 1]), on_device=on_device)
         if on_device:  # NCCL connects at first use, which takes as long as many messages
-            for root in (0, 1):
-                self.broadcast(np.zeros(1, np.float32), root)
+            self.all_gather(np.zeros(1, np.float32))
             self._exchange_tokens()
         dist.barrier()
 
@@ -47,18 +45,6 @@ class TorchEndpoint(GroupEndpoint):
         parts = [self._library.empty_like(tensor) for _ in range(2)]
         self._dist.all_gather(parts, tensor, group=self._group)
         return [numpy_of(part) for part in parts]
-
-    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
-        parts = [self._tensor(array) for array in arrays]
-        results = [self._library.zeros_like(part) for part in parts]
-        self._dist.all_to_all(results, parts, group=self._group)
-        return [numpy_of(result) for result in results]
-
-    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
-        raise NotImplementedError("PyTorch has no partial send")
-
-    def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
-        raise NotImplementedError("PyTorch has no partial receive")
 
     def facts(self) -> dict[str, str]:
         if not self._on_device:
