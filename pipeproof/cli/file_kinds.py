@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from pipeproof.foreign_text import decode_json, open_foreign, read_foreign
+from pipeproof.interop.importers.import_kinds import NOT_READ, OF_OTHER_TRAINERS
 
 _HEAD_BYTES = 2**16
 _MOST_JSON_BYTES = 2**24
@@ -20,11 +21,6 @@ _TOML_SECTION = re.compile(r"^\[(parallelism|training|experimental)\]\s*$", re.M
 _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parallel_(size|degree)$")
 _DEGREES = re.compile(r"^(tensor|pipeline|sharding)_parallel_degree$")
 _ERNIEKIT = frozenset({"compute_type", "fine_tuning"})
-_OF_TRAINERS = re.compile(
-    r"""^(\s*["']?pipe[-_]parallel[-_]size|\s*["']?train_(micro_)?batch_size|\s*["']?zero_optimization|cutoff_len"""
-    r"|actor_train|  megatron_cfg|  pp_size|  pre_trainer)[\w\"']*:|^\s*megatron (sft|pt|rlhf)\b", re.MULTILINE
-)  # fmt: skip
-"""Keys of gpt-neox, DeepSpeed, LLaMA-Factory, ROLL, NeMo-RL, NeMo Automodel and Primus, and ms-swift's commands."""
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
 _CONFIGURES = re.compile(
     r"^def \w+_(config|recipe)\(|\bConfigContainer\b|\bmodel_registry\(|\bTrainer\.Config\b", re.MULTILINE
@@ -86,10 +82,8 @@ PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof"
 LOGS = FileKind("a directory of logs of a recorded program", ("check FILE",),
                 lambda g: any(re.fullmatch(r"rank_?\d+\.jsonl", name) for name in g.names))  # fmt: skip
 UNREAD = FileKind(
-    "a file of a trainer that is not read: call `pipeproof.interop.from_arguments` in its process, or give the block "
-    "of arguments that it prints", (),
-    lambda g: bool(_OF_TRAINERS.search(g.text)) or {"system", "model", "data"} <= g.keys,
-)  # fmt: skip
+    NOT_READ, (), lambda g: bool(OF_OTHER_TRAINERS.search(g.text)) or {"system", "model", "data"} <= g.keys
+)
 PROGRAM = FileKind("a program in our text form", ("check FILE", "schedule convert FILE --as csv"),
                    lambda g: _is_schedule(g, "text"), "schedule")  # fmt: skip
 

@@ -89,7 +89,7 @@ UNREADABLE_STATUS = RuleDoc(
     code="PP956",
     title="the RAS server of NCCL cannot be asked",
     explanation=(
-        "No RAS server of NCCL answers at the address, or its output has another form than that of NCCL 2.24 to 2.30. "
+        "No RAS server of NCCL answers at the address, or its output has another form than NCCL 2.28.7 to 2.30 write. "
         "A server listens on every host of a running job, unless NCCL_RAS_ENABLE is 0."
     ),
     wrong="pipeproof job hang --ras node-1:28029   # nothing listens there",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.diagnostics.source import PlanFileError, read_text
 
 if TYPE_CHECKING:
     from pipeproof.interop.importers.imported import Flags, Imported, Importer
@@ -62,22 +63,38 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 """Kinds by name on the command line; several names may mean one kind."""
 
 
+OF_OTHER_TRAINERS = re.compile(
+    r"""^(\s*["']?pipe[-_]parallel[-_]size|\s*["']?train_(micro_)?batch_size|\s*["']?zero_optimization|cutoff_len"""
+    r"|actor_train|  megatron_cfg|  pp_size|  pp_engine|  pre_trainer)[\w\"']*:|^\s*megatron (sft|pt|rlhf)\b",
+    re.MULTILINE,
+)
+"""Keys of gpt-neox, DeepSpeed, LLaMA-Factory, ROLL, NeMo-RL, NeMo Automodel, nanotron, Primus; commands of ms-swift."""
+NOT_READ = (
+    "a file of a trainer that is not read: call `pipeproof.interop.from_arguments` in its process, or give the block "
+    "of arguments that it prints"
+)
+"""Description of their files, with what to give instead."""
+_VALUES = (".yaml", ".yml", ".json")
+
+
 def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
     """Import files of a kind of ``KINDS``.
 
     Raises:
         PlanFileError: a file cannot be read, or does not form a plan; with locations.
     """
+    from pipeproof.interop.importers.import_codes import PYTHON, UNREADABLE
+
     for file in files:
         if file.suffix == ".py":
-            from pipeproof.interop.importers.import_codes import PYTHON, UNREADABLE
-
             fix = None
             if kind == "fleet":
                 fix = 'call `strategy.save_to_prototxt("strategy.prototxt")` where the strategy is made, then run\n'
                 fix += "`pipeproof check --from fleet strategy.prototxt`"
             message = PYTHON if fix is None else PYTHON.split(":")[0]
             raise PlanFileError(UNREADABLE.finding(message, Location(str(file)), fix))
+        if file.suffix in _VALUES and OF_OTHER_TRAINERS.search(read_text(str(file))):
+            raise PlanFileError(UNREADABLE.finding(f"this looks like {NOT_READ}", Location(str(file))))
     from pipeproof.interop.importers.imported import repeatable
 
     return repeatable(partial(KINDS[kind].load(), files), flags)

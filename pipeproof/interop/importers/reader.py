@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.formats import format_of, looks_like
 from pipeproof.interop.importers.import_codes import UNREADABLE, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_block, has_block
@@ -53,8 +52,6 @@ def import_tool(tool: Tool, files: Sequence[Path], options: Flags) -> Imported:
         return import_flags(arguments_of_block(text, str(path)), options)
     if _YAML_ARGUMENTS.search(text):
         return import_flags(_yaml_arguments(text, str(path)), options)
-    if path.suffix in _VALUES:
-        _refuse_format(path, tool)
     return import_flags(arguments_of_text(text, str(path)), options)
 
 
@@ -72,14 +69,9 @@ def import_flags(arguments: Arguments, options: Flags) -> Imported:
 
 
 def _import_tree(tool: Tool, tree: Tree, options: Flags) -> Imported:
-    file_format = format_of(tree)
-    if not any(map(tree.has, tool.marks)) or (file_format is not None and file_format.kind not in ("", tool.kind)):
+    if not any(map(tree.has, tool.marks)):
         shown = " or ".join(f"`{mark}`" for mark in tool.marks)
-        message = (
-            looks_like(file_format)
-            if file_format is not None
-            else f"{shown}, by which {tool.name} is known, is not here"
-        )
+        message = f"{shown}, by which {tool.name} is known, is not here"
         raise PlanFileError(UNREADABLE.finding(message, Location(tree.source.file)), source=tree.source)
     return import_values(tool, tree, options)
 
@@ -99,14 +91,6 @@ def import_values(tool: Tool, tree: Tree, options: Flags) -> Imported:
     job.switch(*tool.switches)
     job.public_depth(*tool.models)
     return import_arguments(job.arguments(), options, tool)
-
-
-def _refuse_format(path: Path, tool: Tool) -> NoReturn:
-    """Refuse a file of values that is none of Megatron-LM, with the format that it has."""
-    tree = read_tree(path)
-    file_format = format_of(tree)
-    message = looks_like(file_format) if file_format is not None else f"no command here has flags of {tool.name}"
-    raise PlanFileError(UNREADABLE.finding(message, Location(str(path))), source=tree.source)
 
 
 # --- commands ---

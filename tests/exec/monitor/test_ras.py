@@ -1,4 +1,4 @@
-"""Verdicts from NCCL's RAS server: a fake server with output in the documented forms, JSON and text."""
+"""Verdicts from NCCL's RAS server: a fake server with output in the documented form."""
 
 import json
 import socketserver
@@ -9,54 +9,8 @@ import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.ras_verdict import check_ras
-from pipeproof.interop.hang.nccl_ras import ask_ras, status_from_json, status_from_text
+from pipeproof.interop.hang.nccl_ras import ask_ras, status_from_json
 from tests.cli.commands import invoke
-
-TABLE = """NCCL version 2.26.2 compiled with CUDA 12.4
-CUDA runtime version 12040, driver version 12040
-
-Job summary
-===========
-
-  Nodes  Processes         GPUs  Processes     GPUs
-(total)   per node  per process    (total)  (total)
-      2          4            1          8        8
-
-Communicators... (0.00s)
-=============
-
-Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
-    #  in group  per comm  per node  per comm  in group
-    0         1         2         4         8         8   RUNNING  {errors}
-
-"""
-LATE = (
-    TABLE.format(errors="MISMATCH")
-    + """Warnings
-========
-
-#0-0 (7c1f) MISMATCH
-  Communicator ranks have different AllReduce operation counts
-  7 ranks have launched up to operation 41
-  Rank 5 has launched up to operation 40 -- GPU 1 managed by process 205 on node 10.0.0.2
-
-"""
-)
-SILENT = (
-    TABLE.format(errors="INCOMPLETE")
-    + """Errors
-======
-
-{state}
-  {what}
-  Process 205 on node 10.0.0.2 managing GPU 1
-
-#0-0 (7c1f) INCOMPLETE
-  Missing communicator data from 1 rank
-  Rank 5 -- GPU 1 managed by process 205 on node 10.0.0.2
-
-"""
-)
 
 
 def ranks_json(counts, missing=(), size=None, hash_of="0x7c1f"):
@@ -144,29 +98,17 @@ def test_a_process_that_does_not_answer(dead, kind, code):
     assert (verdict.status, verdict.kind, verdict.causes, verdict.findings[0].code) == ("hang", kind, (1,), code)
 
 
-def test_the_text_has_the_same_verdict():
-    late = status_from_text(LATE, "test")
-    verdict = check_ras(late, late, 5)
-    assert (verdict.kind, verdict.causes) == ("absent", (5,))
-    assert {wait.rank for wait in verdict.waits} == {0, 1, 2, 3, 4, 6, 7}
-    silent = status_from_text(SILENT.format(state="INCOMPLETE", what="Missing communicator data"), "test")
-    assert (check_ras(silent, silent, 5).kind, check_ras(late, silent, 5).status) == ("stopped", "running")
-    dead = status_from_text(SILENT.format(state="DEAD", what="1 job process is considered dead"), "test")
-    assert (check_ras(dead, dead, 5).kind, check_ras(dead, dead, 5).causes) == ("killed", (5,))
-
-
 def test_the_command_asks_the_server_twice(tmp_path):
     counts = {0: {"AllReduce": 8}, 1: {"AllReduce": 7}, 2: {"AllReduce": 8}}
-    for output, json_works in ((json.dumps({"communicators": [ranks_json(counts)]}), True), (LATE, False)):
-        with ras_server(output, json_works=json_works) as port:
-            result = invoke("job", "hang", "--ras", f"127.0.0.1:{port}", "--timeout", "0.5")
-        assert (result.exit_code, "cause: rank" in result.stdout) == (1, True)
+    with ras_server(json.dumps({"communicators": [ranks_json(counts)]}), json_works=True) as port:
+        result = invoke("job", "hang", "--ras", f"127.0.0.1:{port}", "--timeout", "0.5")
+    assert (result.exit_code, "cause: rank" in result.stdout) == (1, True)
 
 
 def test_an_address_without_a_server_and_other_output_are_refused():
     with ras_server("nothing", json_works=True) as port, pytest.raises(PlanFileError, match="JSON"):
         ask_ras("127.0.0.1", port)
-    with ras_server("nothing", json_works=False) as port, pytest.raises(PlanFileError, match="text"):
+    with ras_server("nothing", json_works=False) as port, pytest.raises(PlanFileError, match=r"2\.28\.7"):
         ask_ras("127.0.0.1", port)
     result = invoke("job", "hang", "--ras", f"127.0.0.1:{port}")
     assert (result.exit_code, "PP956" in result.output + result.stderr) == (2, True)

@@ -11,10 +11,8 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value, shortened
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.formats import format_of, looks_like
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.paddle.fleet_job import SourcedValue
-from pipeproof.interop.importers.tree import tree_of_data
 
 BASE = "_base_"
 """Key of the base files of a file, relative to it."""
@@ -111,9 +109,6 @@ def _read(file: Path, above: tuple[Path, ...]) -> tuple[dict[str, tuple[Any, Loc
     if not isinstance(tree.data, dict):
         kind = "nothing" if tree.data is None else describe_value(tree.data)
         raise unreadable(f"training arguments are a mapping of keys, found {kind}", Location(name))
-    file_format = format_of(tree_of_data(tree.data, tree.source))
-    if file_format is not None and file_format.kind:
-        raise unreadable(looks_like(file_format), Location(name))
     values: dict[str, tuple[Any, Location]] = {}
     for base, location in _bases(tree.data, tree.source):
         path = file.parent / base
