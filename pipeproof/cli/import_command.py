@@ -149,13 +149,6 @@ def _show(new_profile: Profile, output: Path | None, console: Console) -> None:
     ]
     rows = [[str(stage), *(times.get(kind, "-") for kind in kinds)] for stage, times in enumerate(medians)]
     print_table(["stage", *(f">{kind} ms" for kind in kinds)], rows, console)
-    parts = ("computation", "communication", "update", "unattributed")
-    shares = [
-        [str(each.rank), f"{each.total_us / 1000:.3f}",
-         *(f"{100 * getattr(each, f'{part}_us') / each.total_us:.1f} %" if each.total_us else "-" for part in parts)]
-        for each in source.ranks
-    ]  # fmt: skip
-    print_table(["rank", ">total ms", *(f">{part}" for part in parts)], shares, console)
     step = "" if source.step_us is None else f"; a step takes {source.step_us / 1000:.3f} ms, the median"
     lines = [f"{new_profile.steps.run} steps, {new_profile.steps.counted} counted{step}"]
     lines += [

@@ -134,11 +134,6 @@ class ClockOfTimes(_Part):
         description="host: processes that wait for each operation; device: GPUs that run asynchronously."
     )
     accuracy_us: _Time = Field(description="Largest clock difference between two ranks.")
-    undecided: int = Field(
-        default=0,
-        ge=0,
-        description="Times between hosts that earlier releases left out: the clocks were not accurate enough.",
-    )
 
 
 HOST_CLOCK = ClockOfTimes(name="host", accuracy_us=0.0)
@@ -166,17 +161,6 @@ TraceFormat = Literal["kineto"]
 """A source of times other than our own measurement."""
 
 
-class AttributedTime(_Part):
-    """Division of the time of one rank in the counted steps: busy time of its GPU, else time of its host."""
-
-    rank: int = Field(ge=0, description="Global rank.")
-    total_us: _Time = Field(description="The time that is divided.")
-    computation_us: _Time = Field(description="In F, B, I and W.")
-    communication_us: _Time = Field(description="Messages and collectives; on a host with the waits for them.")
-    update_us: _Time = Field(description="The optimizer, and sums of gradients.")
-    unattributed_us: _Time = Field(description="The rest, which belongs to no operation.")
-
-
 class ProfileSource(_Part):
     """The files from which `pipeproof import profile` made the times."""
 
@@ -187,7 +171,6 @@ class ProfileSource(_Part):
         description="Median of the counted steps, from the first start to the last end of a computation. Null if "
         "not known."
     )
-    ranks: _Listed[AttributedTime] = Field(description="By rank.")
     assumptions: _Listed[str] = Field(description="What was assumed or left out.")
 
 

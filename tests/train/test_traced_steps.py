@@ -60,9 +60,6 @@ def test_the_profile_has_the_medians_of_the_ranges(folder):
                 assert op.whole.median_us == pytest.approx(median(in_order[4:]), abs=0.001)
                 assert op.whole.count == 28
     assert profile.messages[0].num_bytes == 2 * 16 * 4
-    ranks = profile.source.ranks
-    assert all(each.unattributed_us < each.total_us / 2 for each in ranks)
-    assert sum(each.computation_us for each in ranks) > 7 * 4 * 150_000
 
 
 def test_recorded_steps_replay_within_three_percent(folder, subject):

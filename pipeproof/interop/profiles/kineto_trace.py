@@ -7,8 +7,7 @@ times (``ts``, ``dur``) are relative. Of the complete events (``ph`` is X) the r
 - ``user_annotation``: a range of ``record_function``; gloo's transfers are such ranges, too, from post to end;
 - ``kernel``, ``gpu_memcpy``, ``gpu_memset``: work of a GPU, whose ``args.correlation`` is that of its launch;
 - ``cuda_runtime``, ``cuda_driver``: calls of the host, with ``args.correlation``;
-- ``cpu_op``: operators. Those of a run without GPU are its work; ``autograd::engine::evaluate_function`` shows the
-  threads of the autograd engine.
+- ``cpu_op``: operators. Those of a run without GPU are its work.
 
 Events are decoded one by one from a window of the text, so that the memory depends on the kept events alone.
 """
@@ -25,7 +24,7 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.foreign_text import MALFORMED, open_foreign_text
 from pipeproof.interop.json_stream import JsonStream
 from pipeproof.interop.profiles.profile_codes import unreadable
-from pipeproof.interop.profiles.rank_trace import NO_THREAD, NamedRange, RankTrace, Work, by_start, rank_of_name
+from pipeproof.interop.profiles.rank_trace import NamedRange, RankTrace, Work, by_start, rank_of_name
 
 MAX_TEXT = 2**34
 """Largest trace: bytes of its JSON text, decompressed."""
@@ -36,7 +35,6 @@ _MAX_NS = 2**63
 
 _WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
-_BACKWARD = "autograd::engine::evaluate_function"
 _AGAIN = "export the trace again, and let the program end before the file is copied"
 
 
@@ -66,9 +64,7 @@ class _Collected:
         self._ranges: list[NamedRange] = []
         self._operators: list[Work] = []
         self._kernels: list[tuple[int, int, str, Any]] = []
-        self._launches: dict[Any, tuple[int, int]] = {}
-        self._backward_threads: set[int] = set()
-        self._threads: dict[Any, int] = {}
+        self._launches: dict[Any, int] = {}
 
     def read(self, stream: JsonStream) -> RankTrace:
         has_events = False
@@ -99,26 +95,20 @@ class _Collected:
         if kind == "user_annotation":
             self._ranges.append(NamedRange(name, start, end))
         elif kind == "cpu_op":
-            thread = self._thread(event)
-            if name.startswith(_BACKWARD):
-                self._backward_threads.add(thread)
             if not self._kernels:
-                self._operators.append(Work(start, start, end, sys.intern(name), thread))
+                self._operators.append(Work(start, start, end, sys.intern(name)))
         else:
             arguments = event.get("args")
             correlation = arguments.get("correlation") if isinstance(arguments, dict) else None
             if not isinstance(correlation, int | str):
                 correlation = None
             if kind in _LAUNCHES:
-                self._launches[correlation] = start, self._thread(event)
+                self._launches[correlation] = start
             else:
                 self._kernels.append((start, end, sys.intern(name), correlation))
                 self._operators.clear()
         if len(self._ranges) + len(self._operators) + len(self._kernels) + len(self._launches) > MAX_KEPT:
             raise unreadable(str(self._path), f"the trace has more than {MAX_KEPT} events", "profile fewer steps")
-
-    def _thread(self, event: dict[str, Any]) -> int:
-        return self._threads.setdefault((str(event.get("pid")), str(event.get("tid"))), len(self._threads))
 
     def _trace(self) -> RankTrace:
         try:
@@ -131,9 +121,7 @@ class _Collected:
         work = self._operators
         if self._kernels:
             work = [
-                Work(
-                    start if launch is None else launch[0], start, end, name, NO_THREAD if launch is None else launch[1]
-                )
+                Work(start if launch is None else launch, start, end, name)
                 for (start, end, name, _), launch in zip(self._kernels, launches, strict=True)
             ]
         first = devices[0] if isinstance(devices, list) and devices else None
@@ -142,11 +130,10 @@ class _Collected:
             str(self._path),
             rank if isinstance(rank, int) else rank_of_name(self._path.name),
             sorted((NamedRange(name, base + start, base + end) for name, start, end in self._ranges), key=by_start),
-            sorted(Work(base + w.launched_ns, base + w.start_ns, base + w.end_ns, w.name, w.thread) for w in work),
+            sorted(Work(base + w.launched_ns, base + w.start_ns, base + w.end_ns, w.name) for w in work),
             str(self._header.get("host_name", "")),
             str(named or "GPU") if self._kernels else "",
             launches.count(None),
-            frozenset(self._backward_threads),
         )
 
 

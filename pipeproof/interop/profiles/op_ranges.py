@@ -1,4 +1,4 @@
-"""Ranges of a rank's operations on its host, by their names or by the order of launches, divided into steps.
+"""Ranges of a rank's operations on its host, by their names, divided into steps.
 
 Names that are understood, each with a micro-batch and, but for the last, a stage:
 
@@ -7,28 +7,25 @@ Names that are understood, each with a micro-batch and, but for the last, a stag
   ``PP:(1F0;1B0)OVERLAP_F_B``;
 - ``Forward 0``, ``Backward 0``: PyTorch's GPipe, with one stage on each rank;
 - ``Optimizer.step#Adam.step``: PyTorch's optimizers.
-
-A trace without such names is read by the order of its launches: a forward is launched by the thread that launches the
-messages, a backward by the thread of the autograd engine, and messages separate two computations of one kind.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipeproof.interop.profiles.profile_codes import not_assigned
-from pipeproof.interop.profiles.rank_trace import NO_THREAD, RankTrace, Work
+from pipeproof.interop.profiles.rank_trace import RankTrace
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, TRACE_PREFIX, Op, OpKind, parse_op
 
 _OPTIMIZER = "Optimizer.step"
 _TORCH_ACTION = "PP:"
 _TORCH_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _TORCH_GPIPE = re.compile(r"(Forward|Backward) (\d+)", re.ASCII)
+_NAME_THEM = "name the operations by ranges such as `pipeproof:0F1` (record_function)"
 _KNOWN = "names of operations are `pipeproof:0F1`, `PP:0F1` and, with one stage on a rank, `Forward 1`"
 
 
@@ -60,8 +57,6 @@ class RankSteps:
     steps: Sequence[StepRanges]
     num_left_out: int
     ranges: Sequence[OpRange]
-    by_order: bool
-    """True if the ranges are from the order of launches, not from names."""
 
 
 def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
@@ -72,9 +67,8 @@ def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
     """
     ranges = list(_named(trace, program))
     optimizer = [(start, end) for name, start, end in trace.ranges if name.startswith(_OPTIMIZER)]
-    by_order = not ranges
-    if by_order:
-        ranges = list(_by_launch_order(trace, program, optimizer))
+    if not ranges:
+        raise not_assigned(trace.file, "no range names an operation", _NAME_THEM)
     _require_apart(trace, ranges)
     computed = [(position, op) for position, each in enumerate(ranges) for op in each.ops if op.kind in COMPUTE_KINDS]
     starts, num_left_out = _step_starts(trace, [op for _, op in computed], program)
@@ -96,7 +90,7 @@ def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
                 [(s, e) for s, e in optimizer if s >= begin and (end is None or s < end)],
             )
         )
-    return RankSteps(steps, num_left_out, ranges, by_order)
+    return RankSteps(steps, num_left_out, ranges)
 
 
 def _receives(op: Op) -> bool:
@@ -168,73 +162,3 @@ def _step_starts(trace: RankTrace, ops: Sequence[Op], program: Sequence[Op]) -> 
             "profile whole steps, at least two",
         )
     return starts, len(ops) - len(starts) * len(program)
-
-
-_ORDER_HELP = "name the operations by ranges such as `pipeproof:0F1` (record_function)"
-
-
-def _by_launch_order(
-    trace: RankTrace, program: Sequence[Op], optimizer: Sequence[tuple[int, int]]
-) -> Iterator[OpRange]:
-    """Yield ranges of operations from the launches between messages; each step ends with a range of the optimizer."""
-    if not trace.device:
-        raise not_assigned(trace.file, "no range names an operation, and there is no GPU with launches", _ORDER_HELP)
-    if {op.kind for op in program} - {OpKind.FORWARD, OpKind.BACKWARD}:
-        raise not_assigned(trace.file, "no range names an operation, and backwards have two parts", _ORDER_HELP)
-    if not optimizer:
-        raise not_assigned(trace.file, f"no range names an operation or ends a step (`{_OPTIMIZER}`)", _ORDER_HELP)
-    threads = _backward_threads(trace)
-    begin = 0
-    for start, end in optimizer:
-        of_step = [work for work in trace.work if begin <= work.launched_ns < start]
-        begin = end
-        runs = list(_runs(of_step, threads))
-        kinds = [kind for kind, _ in runs]
-        expected = [op.kind for op in program]
-        extra = kinds[len(program) :]
-        if kinds[: len(program)] != expected or OpKind.BACKWARD in extra:
-            if begin == optimizer[0][1]:
-                continue  # the first step may have begun before the trace
-            raise not_assigned(
-                trace.file,
-                f"a step launches {_counts(kinds)} between its messages, and the plan has {_counts(expected)}, "
-                "or another order",
-                _ORDER_HELP,
-            )
-        for op, (_, works) in zip(program, runs, strict=False):
-            yield OpRange((op,), works[0].launched_ns, works[-1].launched_ns, waits=True)
-
-
-def _runs(works: Sequence[Work], backward_threads: frozenset[int]) -> Iterator[tuple[OpKind, Sequence[Work]]]:
-    """Yield the computations between messages, as runs of launches of one kind of thread."""
-    kept = [work for work in works if work.is_message or not work.is_communication]
-
-    def kind_of(work: Work) -> OpKind | None:
-        if work.is_message:
-            return None
-        return OpKind.BACKWARD if work.thread in backward_threads else OpKind.FORWARD
-
-    for kind, run in groupby(kept, kind_of):
-        if kind is not None:
-            yield kind, list(run)
-
-
-def _backward_threads(trace: RankTrace) -> frozenset[int]:
-    """Return the threads of the autograd engine: those in the trace, else the one that launches no message."""
-    if trace.backward_threads:
-        return trace.backward_threads
-    messages = {work.thread for work in trace.work if work.is_message}
-    threads = {work.thread for work in trace.work} - {NO_THREAD}
-    others = threads - messages
-    if len(threads) != 2 or len(others) != 1:
-        raise not_assigned(
-            trace.file,
-            f"no range names an operation, and {len(threads)} threads launch work: two would be forward and backward",
-            _ORDER_HELP,
-        )
-    return frozenset(others)
-
-
-def _counts(kinds: Sequence[OpKind]) -> str:
-    counts = Counter(kinds)
-    return f"{counts[OpKind.FORWARD]} forwards and {counts[OpKind.BACKWARD]} backwards"

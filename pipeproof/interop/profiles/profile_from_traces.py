@@ -21,7 +21,6 @@ from pipeproof.schedule.ops import SEND_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.profile_file import (
-    AttributedTime,
     ClockOfTimes,
     Host,
     MeasuredPlan,
@@ -119,17 +118,6 @@ def _profile(measurements: Measurements, subject: Subject, message_us: Fraction 
             files=tuple(measurements.files),
             devices=tuple(measurements.devices),
             step_us=None if measurements.step_ns is None else measurements.step_ns / 1000,
-            ranks=tuple(
-                AttributedTime(
-                    rank=each.rank,
-                    total_us=each.total_ns / 1000,
-                    computation_us=each.computation_ns / 1000,
-                    communication_us=each.communication_ns / 1000,
-                    update_us=each.update_ns / 1000,
-                    unattributed_us=each.unattributed_ns / 1000,
-                )
-                for each in sorted(measurements.ranks, key=lambda each: each.rank)
-            ),
             assumptions=tuple(notes),
         ),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _COMMUNICATION = re.compile(r"nccl|^c10d::|^gloo:|nvshmem|::internode::|::intranode::|deep_?ep", re.IGNORECASE)
@@ -24,13 +24,12 @@ class NamedRange(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A kernel, copy or operator. ``launched_ns`` is when the host launched it, on ``thread``."""
+    """A kernel, copy or operator. ``launched_ns`` is when the host launched it."""
 
     launched_ns: int
     start_ns: int
     end_ns: int
     name: str
-    thread: int
 
     @property
     def is_communication(self) -> bool:
@@ -50,8 +49,7 @@ class RankTrace:
     ``rank`` is None where neither the trace nor its name shows it. Times of traces with the same ``clock`` can be
     compared; it is empty if it is not known. ``device`` is the name of the GPU, empty for a run on processors.
     ``ranges`` are ordered by their starts, ``work`` by the launches. ``num_unlaunched`` counts kernels whose launch is
-    not in the trace; they are in ``work`` without a thread, at their starts. ``backward_threads`` are the threads of
-    the autograd engine, as far as they are known.
+    not in the trace; they are in ``work`` at their starts.
     """
 
     file: str
@@ -61,11 +59,7 @@ class RankTrace:
     clock: str = ""
     device: str = ""
     num_unlaunched: int = 0
-    backward_threads: frozenset[int] = field(default_factory=frozenset)
 
-
-NO_THREAD = -1
-"""Thread of a kernel without a known launch."""
 
 _RANK_OF_NAME = re.compile(r"rank[-_. ]?(\d+)|workerlog\.(\d+)", re.IGNORECASE)
 

@@ -14,7 +14,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
@@ -30,25 +29,6 @@ _UPDATES = frozenset({OpKind.STEP, OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT})
 
 
 @dataclass(slots=True)
-class RankTimes:
-    """Division of a rank's measured time in the counted steps, in nanoseconds.
-
-    ``total_ns`` is the busy time of its GPU, or the time of its host; what is in none of the parts is unattributed.
-    """
-
-    rank: int
-    total_ns: int = 0
-    computation_ns: int = 0
-    communication_ns: int = 0
-    update_ns: int = 0
-
-    @property
-    def unattributed_ns(self) -> int:
-        """The rest of the total, which belongs to no operation."""
-        return max(0, self.total_ns - self.computation_ns - self.communication_ns - self.update_ns)
-
-
-@dataclass(slots=True)
 class Measurements:
     """Samples of the counted steps.
 
@@ -61,7 +41,6 @@ class Measurements:
     num_counted: int
     ops: dict[tuple[int, OpKind], list[int]] = field(default_factory=lambda: defaultdict(list))
     messages: list[tuple[int, int]] = field(default_factory=list)
-    ranks: list[RankTimes] = field(default_factory=list)
     step_ns: int | None = None
     devices: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
@@ -116,10 +95,7 @@ def measure_traces(traces: Sequence[RankTrace], subject: Subject) -> Measurement
                 measurements.ops[op.stage, op.kind].append(time)
             for op_id, end in reader.transfers(step, ids, graph.ops):
                 ends[position.replica, number, op_id] = end
-        measurements.ranks.append(reader.shares(counted, trace.rank or 0))
         lengths.append([reader.length(step) for step in counted])
-        if steps.by_order:
-            measurements.notes.append(f"rank {trace.rank}: operations by the order of launches, not by names")
         if trace.num_unlaunched:
             measurements.notes.append(
                 f"rank {trace.rank}: {trace.num_unlaunched} kernels without a launch in the trace"
@@ -217,39 +193,6 @@ class _TraceReader:
             end = self._transfer_end(each)
             if end is not None:
                 yield op_id, end
-
-    def shares(self, counted: Sequence[StepRanges], rank: int) -> RankTimes:
-        """Divide the rank's time in the counted steps."""
-        every = [each for step in counted for each in (*step.computations, *step.others)]
-        optimizer = [interval for step in counted for interval in step.optimizer]
-        begin = min(each.start_ns for each in every)
-        end = max(chain((each.end_ns for each in every), (end for _, end in optimizer)))
-        shares = RankTimes(rank)
-        if self._trace.device:
-            shares.total_ns = sum(w.end_ns - w.start_ns for w in self._in(begin, end))
-            shares.communication_ns = sum(w.end_ns - w.start_ns for w in self._in(begin, end) if w.is_communication)
-            for each in every:
-                busy = sum(w.end_ns - w.start_ns for w in self._in_range(each) if not w.is_communication)
-                if COMPUTE_KINDS & {op.kind for op in each.ops}:
-                    shares.computation_ns += busy
-                elif each.ops[0].kind in _UPDATES:
-                    shares.update_ns += busy
-            for start, stop in optimizer:
-                shares.update_ns += sum(w.end_ns - w.start_ns for w in self._in(start, stop) if not w.is_communication)
-            return shares
-        shares.total_ns = end - begin
-        for each in every:
-            length = each.end_ns - each.start_ns
-            if COMPUTE_KINDS & {op.kind for op in each.ops}:
-                computing = self._time_ns(each) or 0
-                shares.computation_ns += computing
-                shares.communication_ns += length - computing
-            elif each.ops[0].kind in _UPDATES:
-                shares.update_ns += length
-            elif each.ops[0].kind in TRANSFER_KINDS | {OpKind.WAIT}:
-                shares.communication_ns += length
-        shares.update_ns += sum(stop - start for start, stop in optimizer)
-        return shares
 
     def length(self, step: StepRanges) -> tuple[int, int, str]:
         """Return the start of the first and the end of the last computation of a step, and their clock."""

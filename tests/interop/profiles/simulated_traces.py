@@ -65,16 +65,12 @@ def thread_of(event):
     return AUTOGRAD if event.op is not None and event.op.kind in COMPUTE_KINDS - FORWARD_KINDS else MAIN
 
 
-def kineto_of(events, rank, num_ranks, *, named=True, device="NVIDIA H100"):
-    """The trace of one rank as PyTorch's profiler writes it; without names only those of the optimizer are there."""
+def kineto_of(events, rank, num_ranks):
+    """The trace of one rank as PyTorch's profiler writes it."""
     lines, correlation = [], 1000
     for event in events:
         thread = thread_of(event)
-        if named or event.op is None:
-            lines.append(_complete("user_annotation", event.name, 1, MAIN, event.start, event.end, {}))
-        if thread == AUTOGRAD:
-            name = "autograd::engine::evaluate_function: AddmmBackward0"
-            lines.append(_complete("cpu_op", name, 1, AUTOGRAD, event.start + 10, event.end - 10, {}))
+        lines.append(_complete("user_annotation", event.name, 1, MAIN, event.start, event.end, {}))
         for place, (name, start, end) in enumerate(event.kernels):
             correlation += 1
             launch = event.start + 100 * (place + 1)
@@ -85,7 +81,7 @@ def kineto_of(events, rank, num_ranks, *, named=True, device="NVIDIA H100"):
     lines.append({"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}})
     return {
         "schemaVersion": 1,
-        "deviceProperties": [{"id": 0, "name": device}],
+        "deviceProperties": [{"id": 0, "name": "NVIDIA H100"}],
         "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": num_ranks},
         "host_name": "node",
         "baseTimeNanoseconds": BASE_NS,
@@ -103,10 +99,10 @@ def _us(time_ns):
     return time_ns / 1000 if time_ns % 1000 else time_ns // 1000
 
 
-def write_kineto(folder, events, *, compress=False, **options):
+def write_kineto(folder, events, *, compress=False):
     files = []
     for rank, of_rank in events.items():
-        text = json.dumps(kineto_of(of_rank, rank, len(events), **options), indent=1)
+        text = json.dumps(kineto_of(of_rank, rank, len(events)), indent=1)
         path = folder / f"rank{rank}.json{'.gz' if compress else ''}"
         path.write_bytes(gzip.compress(text.encode()) if compress else text.encode())
         files.append(path)
