@@ -2,7 +2,7 @@
 
 All names here are stable, and imported at first use::
 
-    from pipeproof.testing import assert_plan_sound, deliver
+    from pipeproof.testing import assert_plan_sound
 
 Other modules: ``probes`` and ``endpoint_protocol`` for backends.
 """
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pipeproof.comm.backends import backend_table
     from pipeproof.comm.channel_models import MODELS, ChannelModel, declared_model
     from pipeproof.testing.assertions import assert_plan_sound
-    from pipeproof.testing.delivery import deliver
 
 __all__ = [
     "MODELS",
@@ -24,7 +23,6 @@ __all__ = [
     "assert_plan_sound",
     "backend_table",
     "declared_model",
-    "deliver",
 ]
 
 _HOMES = {
@@ -33,7 +31,6 @@ _HOMES = {
     "assert_plan_sound": "testing.assertions",
     "backend_table": "comm.backends",
     "declared_model": "comm.channel_models",
-    "deliver": "testing.delivery",
 }
 """Module of each public name; backends that use this package load none of them."""
 

@@ -55,7 +55,7 @@ def test_public_names_are_those_that_the_packages_export(hooks):
     names = hooks.public_names()
     assert {
         "pipeproof.check",
-        "pipeproof.testing.deliver",
+        "pipeproof.testing.assert_plan_sound",
         "pipeproof.interop.from_strategy",
         "pipeproof.interop.traces.check_log",
     } <= set(names)

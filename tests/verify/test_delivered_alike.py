@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from pipeproof.schedule.op_table import NONE, Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, parse_op
-from pipeproof.testing.delivery import deliver_rows
 from pipeproof.verify import provenance
 from pipeproof.verify.boundary_transport import RULES, Layouts, places_of
 from pipeproof.verify.provenance import DATA_RECEIVES, events
 from pipeproof.verify.subject import graph_subject
 from tests.plans import subject
+from tests.verify.delivery import deliver_rows
 
 ROWS_CUT = TensorSpec("rows", (4, 4), "float32", "sharded(0)", "sh")
 COLUMNS_CUT = TensorSpec("columns", (8, 2), "float32", "sharded(1)", "sh")

@@ -13,11 +13,11 @@ from pipeproof.schedule.ops import SEND_KINDS, parse_op
 from pipeproof.specs.axis_layout import INVARIANT, REPLICATED, sharded
 from pipeproof.stages.describe.boundary import Boundary, effective_transport, reshard_messages, slice_range
 from pipeproof.stages.describe.index_map import layout_map
-from pipeproof.testing.delivery import deliver_rows
 from pipeproof.verify.boundary_transport import RULES
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.subject import graph_subject
 from tests.plans import subject
+from tests.verify.delivery import deliver_rows
 
 LOSSY = RULES[0]
 

@@ -13,13 +13,13 @@ from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, OpKind, parse_op
 from pipeproof.specs.axis_layout import INVARIANT, PARTIAL, REPLICATED, VARYING, sharded
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import PRESERVES, Boundary, Transport, effective_transport
-from pipeproof.testing.delivery import deliver
 from pipeproof.verify import provenance
 from pipeproof.verify.boundary_transport import RULES, places_of
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.provenance import Places, events
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, subject
+from tests.verify.delivery import deliver
 
 
 def one_boundary(num_tp, numel, transport):

@@ -305,15 +305,15 @@ class FlagReader:
             self.refuse(f"{flag} needs a number, found `{text}`", self.arguments.flags[flag].value_location)
         return value
 
-    def degree(self, flag: str, key: KeyPath, *, default: int = 1) -> int:
-        """Return an integer that the verdict depends on, and set it: ``--set``, else the flag, else the default.
+    def degree(self, flag: str, key: KeyPath) -> int:
+        """Return an integer that the verdict depends on, and set it: ``--set``, else the flag, else 1.
 
         Raises:
             PlanFileError: PP170, it is no integer, or only a run determines it.
         """
         number = self.given_degree(flag, key)
         if number is None:
-            return default
+            return 1
         self.take(flag, key, number)
         return number
 
@@ -344,6 +344,10 @@ class FlagReader:
     def take_for_device(self, flag: str, key: KeyPath, value: object) -> None:
         """Set a plan value from the flag that counts only if times are computed for a device."""
         self.draft.set_for_device(key, value, self.shown(flag), self.location(flag))
+
+    def ignore(self, flag: str, why: str) -> None:
+        """Record a flag that the plan does not show, with its value."""
+        self.draft.ignore(self.shown(flag), why, self.location(flag))
 
     def refuse(self, message: str, location: Location, help: str | None = None, code: RuleDoc = UNREADABLE) -> NoReturn:
         """End the import.

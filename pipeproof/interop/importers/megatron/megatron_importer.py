@@ -234,10 +234,10 @@ def _note_expert_ranks(reader: FlagReader, *, ep: int, expert_tp: int, plan_ep: 
             f"experts are over {ep} ranks of which {plan_ep} have their own micro-batches; here they are over those "
             f"{plan_ep}, and sharded over the {tp} tp ranks"
         )
-        reader.draft.ignore(reader.shown(_EP), why, reader.location(_EP))
+        reader.ignore(_EP, why)
     elif expert_tp != tp and reader.has("--num-experts"):
         why = f"experts are sharded over all {tp} tp ranks here"
-        reader.draft.ignore(reader.shown(_ETP), why, reader.location(_ETP))
+        reader.ignore(_ETP, why)
 
 
 def _launched(arguments: Arguments, fewest: int) -> int | None:
@@ -425,7 +425,7 @@ def _note_other_steps(reader: FlagReader, batches: tuple[int, ...], sequences: i
         reader.megatron_refuses(message, _STEPS)
     if others:
         why = f"{checked}; give `--set schedule.num_micro_batches={others[0]}` to check the first steps"
-        draft.ignore(reader.shown(_STEPS), why, reader.location(_STEPS))
+        reader.ignore(_STEPS, why)
     if reader.has(_RAMP):
         location: Location | None = reader.location(_RAMP)
         draft.ignore(_RAMP, f"{checked}, those with the whole {_TOTAL}; current versions ignore the flag", location)

@@ -56,9 +56,7 @@ def _import_product_type(reader: FlagReader) -> None:
         name = reader.text(recipe) or "delayed"
         flag, dtype = recipe if reader.has(recipe) else flag, _TYPE_OF_RECIPE.get(name)
         if dtype is None:  # `custom`
-            reader.draft.ignore(
-                reader.shown(recipe), "the plan's products have no type of their own", reader.location(recipe)
-            )
+            reader.ignore(recipe, "the plan's products have no type of their own")
     if dtype is not None:
         reader.take_for_device(flag, ("cost", "analytic", "matmul_dtype"), dtype)
         reader.take_for_device(flag, ("memory", "product_inputs"), "matmul_dtype")
@@ -123,7 +121,7 @@ def _import_execution(reader: FlagReader) -> None:
 
 def _import_graphs(reader: FlagReader) -> None:
     """Set what the host starts by a replay: whole steps, or the parts of blocks that are named."""
-    draft, scopes = reader.draft, ("--cuda-graph-modules", "--cuda-graph-scope")
+    scopes = "--cuda-graph-modules", "--cuda-graph-scope"
     for flag in (_GRAPHS, *scopes):
         if reader.has(flag) and reader.text(flag) == "full_iteration":
             reader.take_for_device(flag, ("cost", "analytic", "execution"), "graph")
@@ -137,7 +135,7 @@ def _import_graphs(reader: FlagReader) -> None:
             reader.take_for_device(flag, ("cost", "analytic", "replayed"), parts)
             return
     why = "the host starts each operation here; attn, moe_router and full_iteration are replayed"
-    draft.ignore(reader.shown(_GRAPHS), why, reader.location(_GRAPHS))
+    reader.ignore(_GRAPHS, why)
 
 
 MODULES: Final = "--recompute-modules"

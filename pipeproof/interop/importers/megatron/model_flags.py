@@ -273,7 +273,7 @@ def import_experts(reader: FlagReader) -> None:
     )
     dtype, flag = reader.text("--moe-router-dtype"), "--moe-router-dtype"
     if dtype is not None and dispatcher == "allgather":
-        draft.ignore(reader.shown(flag), "gathered outputs of a router have the usual type here", reader.location(flag))
+        reader.ignore(flag, "gathered outputs of a router have the usual type here")
     elif dtype is not None:
         reader.take(flag, ("model", "moe", "router_dtype"), {"fp32": "float32", "fp64": "float64"}[dtype])
     score = reader.text("--moe-router-score-function") or "softmax"
@@ -367,7 +367,7 @@ def _positions(reader: FlagReader, *, is_latent: bool) -> None:
         return
     if reader.has(without) or kind in ("none", "relative"):
         flag = without if kind is None else POSITIONS
-        draft.ignore(reader.shown(flag), "queries and keys are rotated by their position here", reader.location(flag))
+        reader.ignore(flag, "queries and keys are rotated by their position here")
         return
     if is_latent or reader.number("--mtp-num-layers", at_least=0):
         part = "latent attention" if is_latent else "multi-token prediction"
@@ -377,9 +377,7 @@ def _positions(reader: FlagReader, *, is_latent: bool) -> None:
     flag = "--max-position-embeddings"
     rows, length = reader.number(flag), count(draft, "model", "seq_length")
     if rows is not None and rows != length:
-        draft.ignore(
-            reader.shown(flag), f"the table has a row for each of {length} positions here", reader.location(flag)
-        )
+        reader.ignore(flag, f"the table has a row for each of {length} positions here")
 
 
 def _activation(reader: FlagReader, *, has_experts: bool) -> None:
