@@ -1,1 +1,0 @@
-"""PyTorch's distributed checkpoint (DCP): read without PyTorch, and without executing its pickles."""
