@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, TypeVar
@@ -26,6 +27,17 @@ MOST_RANKS = 2**20
 """Most ranks that a plan, the log of a rank or a ring may state: what is made for each of them stays small."""
 MOST_JSON_BYTES = 2**26
 """Largest JSON file that is decoded as a whole, where its kind has no smaller limit."""
+OF_OTHER_TRAINERS = re.compile(
+    r"""^(\s*["']?pipe[-_]parallel[-_]size|\s*["']?train_(micro_)?batch_size|\s*["']?zero_optimization|cutoff_len"""
+    r"|actor_train|  megatron_cfg|  pp_size|  pp_engine|  pre_trainer)[\w\"']*:|^\s*megatron (sft|pt|rlhf)\b",
+    re.MULTILINE,
+)
+"""Keys of gpt-neox, DeepSpeed, LLaMA-Factory, ROLL, NeMo-RL, NeMo Automodel, nanotron, Primus; commands of ms-swift."""
+NOT_READ = (
+    "a file of a trainer that is not read: call `pipeproof.interop.from_arguments` in its process, or give the block "
+    "of arguments that it prints"
+)
+"""Description of their files, with what to give instead."""
 MALFORMED = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError, RecursionError,
 )  # fmt: skip

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from pipeproof.foreign_text import decode_json, open_foreign, read_foreign
-from pipeproof.interop.importers.import_kinds import NOT_READ, OF_OTHER_TRAINERS
+from pipeproof.foreign_text import NOT_READ, OF_OTHER_TRAINERS, decode_json, open_foreign, read_foreign
 
 _HEAD_BYTES = 2**16
 _MOST_JSON_BYTES = 2**24

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError, read_text
+from pipeproof.foreign_text import NOT_READ, OF_OTHER_TRAINERS
 
 if TYPE_CHECKING:
     from pipeproof.interop.importers.imported import Flags, Imported, Importer
@@ -63,17 +63,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 """Kinds by name on the command line; several names may mean one kind."""
 
 
-OF_OTHER_TRAINERS = re.compile(
-    r"""^(\s*["']?pipe[-_]parallel[-_]size|\s*["']?train_(micro_)?batch_size|\s*["']?zero_optimization|cutoff_len"""
-    r"|actor_train|  megatron_cfg|  pp_size|  pp_engine|  pre_trainer)[\w\"']*:|^\s*megatron (sft|pt|rlhf)\b",
-    re.MULTILINE,
-)
-"""Keys of gpt-neox, DeepSpeed, LLaMA-Factory, ROLL, NeMo-RL, NeMo Automodel, nanotron, Primus; commands of ms-swift."""
-NOT_READ = (
-    "a file of a trainer that is not read: call `pipeproof.interop.from_arguments` in its process, or give the block "
-    "of arguments that it prints"
-)
-"""Description of their files, with what to give instead."""
 _VALUES = (".yaml", ".yml", ".json")
 
 
