@@ -34,8 +34,6 @@ def test_a_pipeline_is_compared_recorded_and_profiled(tmp_path):
     assert (found.tensors.num_compared, found.tensors.num_rounding) == (24, 0)  # names of a list of the stages
 
     content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
-    assert all(time > 0 for key in ("forward_us", "backward_us") for time in content["cost"][key])
-    assert len(content["cost"]["forward_us"]) == 4
     content["cost"] = {"profile": "profile.json"}
     (tmp_path / "measured.yaml").write_text(yaml.safe_dump(content))
     measured = load_plan(tmp_path / "measured.yaml")

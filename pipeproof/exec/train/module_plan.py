@@ -157,7 +157,7 @@ def complete_plan(
     num_rows: int,
     seq_lengths: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The plan with its layers, their measured times and memory.
+    """The plan with its layers and their memory.
 
     ``num_rows`` is the size of a micro-batch, and ``seq_lengths`` are the lengths of all where they differ. Each of
     ``tied`` is one weight by stage: the first stage owns it.
@@ -176,21 +176,7 @@ def complete_plan(
         if any(len(facts.layers) > 1 for facts in stages):
             content.setdefault("stages", [[layer.name for layer in facts.layers] for facts in stages])
     content.setdefault("memory", {"gradient_dtype": content["run"]["dtype"]})
-    forward, backward = ([getattr(facts, key) for facts in stages] for key in ("forward_us", "backward_us"))
-    if None not in forward:
-        content["cost"] = {**content.get("cost", {}), "forward_us": forward, "backward_us": backward}
     return content
-
-
-def require_no_times(content: Mapping[str, Any]) -> None:
-    """Refuse a plan with times of stages, where they are to be measured.
-
-    Raises:
-        PipelineError: ``cost`` has some.
-    """
-    declared = [name for name in (*TIME_KEYS, "analytic", "profile") if content.get("cost", {}).get(name) is not None]
-    if declared:
-        raise PipelineError(f"the plan has cost.{declared[0]}, and profile=True measures it: leave out one of the two")
 
 
 def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]]:

@@ -43,14 +43,12 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """The layers of one stage in order, and its times in microseconds: measured, or None.
+    """The layers of one stage in order.
 
     ``edges`` are the tensors for later stages than the next one that it makes, by name, with the keys of an output.
     """
 
     layers: tuple[LayerFacts, ...]
-    forward_us: float | None = None
-    backward_us: float | None = None
     edges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod

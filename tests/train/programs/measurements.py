@@ -26,7 +26,7 @@ torch.manual_seed(0)
 inputs, target = torch.randn(8, 4, 16), torch.randn(8, 4, 16)
 pipe = Pipeline(
     {number: block(number) for number in stages_of_rank("zb_v", num_ranks, 4, rank)},
-    schedule="zb_v", num_micro_batches=4, loss_fn=F.mse_loss, example=(inputs[:2],), split="linear", profile=True,
+    schedule="zb_v", num_micro_batches=4, loss_fn=F.mse_loss, example=(inputs[:2],), split="linear",
 )  # fmt: skip
 assert all(weight.grad is None for stage in pipe.stages.values() for weight in stage.parameters())
 pipe.step(inputs, target=target)

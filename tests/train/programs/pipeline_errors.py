@@ -190,16 +190,6 @@ def no_example(rank):
 
 
 @case
-def profile_without_example(rank):
-    pipeline(plan=plan(), num_micro_batches=None, example=None, profile=True)
-
-
-@case
-def profile_of_given_times(rank):
-    pipeline(plan=plan(cost={"forward_us": 3}), num_micro_batches=None, profile=True)
-
-
-@case
 def example_of_no_tensor(rank):
     pipeline(example=(3,))
 
@@ -298,7 +288,7 @@ def group_without_this_rank(rank):
 
 @case
 def plan_declared(rank):
-    step(pipeline(plan=plan(), num_micro_batches=None, example=None))
+    step(pipeline(plan=plan(), num_micro_batches=None))
 
 
 @case

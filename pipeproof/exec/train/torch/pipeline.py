@@ -21,7 +21,7 @@ from pipeproof.exec.train.torch.compare_reference import compare_step
 from pipeproof.exec.train.torch.model_stages import StaleModel
 from pipeproof.exec.train.torch.module_stage import LossFunction
 from pipeproof.exec.train.torch.stage_edges import Edges
-from pipeproof.exec.train.torch.stage_keywords import StepInputs, example_inputs
+from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.stage_values import joined_outputs
 from pipeproof.exec.train.torch.start_phases import (
     Settings,
@@ -52,8 +52,8 @@ class Pipeline:
         num_micro_batches: number of micro-batches in a step.
         loss_fn: ``(output, target, **loss_kwargs) -> scalar``, called on the last stage; None if the last module
             returns the loss. It may be ``(scalar, metrics)``, with a dict of tensors, or as ``normalize`` needs.
-        example: positional arguments of the first stage for one micro-batch, the same on all ranks. Boundaries are
-            found with it; without it they are those that the plan declares. Steps may have other sizes.
+        example: positional arguments of the first stage for one micro-batch, the same on all ranks, with which
+            boundaries are found. Steps may have other sizes.
         example_kwargs: keyword arguments of the stages for one micro-batch, also the same on all ranks. A stage gets
             those that its forward accepts.
         example_stage_kwargs: keyword arguments of single stages for one micro-batch, by stage number.
@@ -64,7 +64,6 @@ class Pipeline:
             ``nn.Linear``. ``graph``: F, I and W are three graphs of the stage, also where the schedule has B; a stage
             that cannot be captured uses ``linear``, with a warning (``splits``).
         compiler: what runs the graphs: ``inductor``, or ``eager``, which has the bits of ``whole``.
-        profile: measure each stage's forward and backward on the example, as the times of the plan (``cost``).
         tied: weights that stages share, each as {stage: name in that stage}. All of them start with the values of the
             first stage.
         edges: tensors for later stages than the next one, by name the stage that makes one and those that use it:
@@ -111,7 +110,6 @@ class Pipeline:
         data_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         split: Split = "whole",
         compiler: Compiler = "inductor",
-        profile: bool = False,
         tied: Sequence[Tie] = (),
         edges: Edges | None = None,
         split_dims: Mapping[str, int] | None = None,
@@ -128,9 +126,9 @@ class Pipeline:
     ) -> None:
         settings = Settings(
             plan, schedule, num_micro_batches, loss_fn,
-            example_inputs(example, example_kwargs, example_stage_kwargs), split, compiler, profile, tied, edges or {},
-            SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs, scale_grads, normalize, loss_on,
-            check_finite, replay, overlap, timeout_s, unsafe,
+            StepInputs(() if example is None else example, None, example_kwargs or {}, example_stage_kwargs or {}),
+            split, compiler, tied, edges or {}, SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs,
+            scale_grads, normalize, loss_on, check_finite, replay, overlap, timeout_s, unsafe,
         )  # fmt: skip
         ranks = join(group, timeout_s)
         with one_failure(ranks.agreement) as undo:

@@ -12,7 +12,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,14 +42,14 @@ View = dict[str, list[str]]
 class Signature:
     """Sizes of steps, and what exists for them.
 
-    ``num_rows`` are the rows of a micro-batch. ``views`` are the distinct arguments of micro-batches, None where the
-    plan declares the boundaries; ``order`` has the view of each micro-batch, and is empty for one view. ``outputs`` are
-    those of all layers of the plan, and ``edges`` its edges by name.
+    ``num_rows`` are the rows of a micro-batch. ``views`` are the distinct arguments of micro-batches; ``order`` has the
+    view of each micro-batch, and is empty for one view. ``outputs`` are those of all layers of the plan, and ``edges``
+    its edges by name.
     """
 
     num_micro_batches: int
     num_rows: int
-    views: list[View] | None
+    views: list[View]
     order: list[int]
     boundaries: dict[int, Boundaries]
     outputs: list[list[dict[str, Any]]]
@@ -62,7 +62,7 @@ class Signature:
 
     def has_views(self, views: Sequence[View], order: Sequence[int]) -> bool:
         """True if micro-batches with these views have the boundaries of this signature."""
-        if self.views is None or len(views) != len(self.views) or list(order) != self.order:
+        if len(views) != len(self.views) or list(order) != self.order:
             return False
         return all(
             own.get("args") == view.get("args") and all(own.get(name) == leaves for name, leaves in view.items())
@@ -84,7 +84,7 @@ class Signatures:
         self._first_rank = next(rank for rank, numbers in enumerate(placed.by_rank) if 0 in numbers)
         views = _merged(ranks.agreement.gather("views of the example", lambda: own), self._first_rank)
         self.first = Signature(
-            schedule["num_micro_batches"], planned.num_rows, views or None, [*examples.by_micro_batch],
+            schedule["num_micro_batches"], planned.num_rows, views, [*examples.by_micro_batch],
             planned.boundaries, [layer.get("out", []) for layer in planned.content["model"]["layers"]],
             {edge["name"]: edge for edge in planned.content.get("edges", ())}, planned.content, plan,
         )  # fmt: skip
@@ -148,7 +148,7 @@ class Signatures:
             return [view_of(*_of_micro_batch(data[0], index)) for index in range(num)]
 
         views, order = _distinct(agreement.gather(f"{phase}: split", own_views))
-        signature = self._found(num, rows, views, order)
+        signature = self._found(num, views, order)
         if signature is None:
             signature = self._inferred(phase, num, rows, views, order, data[0])
         if call == "step" and signature.plan is None:
@@ -179,12 +179,10 @@ class Signatures:
             f"{usual_rows}, or MicroBatches([..]) with the rows of each"
         )
 
-    def _found(self, num: int, rows: int | None, views: list[View], order: list[int]) -> Signature | None:
+    def _found(self, num: int, views: list[View], order: list[int]) -> Signature | None:
         """The known signature of these sizes, or one with the boundaries of a known one."""
         every = [self.first, *{id(each): each for each in self.known.values()}.values()]
         same = [each for each in every if each.has_views(views, order)]
-        if self.first.views is None and num == self.first.num_micro_batches:
-            same += [self.first] if rows in (None, num * self.first.num_rows) else []
         exact_match = next((each for each in same if each.num_micro_batches == num), None)
         if exact_match is not None or not same:
             return exact_match
@@ -200,9 +198,8 @@ class Signatures:
         lengths = varied_sizes(views) if order else ()
         distinct = tuple(_of_micro_batch(data, index) for index in chosen)
         examples = Examples(distinct, None if rows is None else rows // num, tuple(order), lengths)
-        describer = replace(self._planned.describer, profile=False)
-        facts, boundaries, num_rows = describer.describe_examples(
-            examples, self._placed.by_rank, self._placed.skeleton, f"{phase}: boundaries"
+        facts, boundaries, num_rows = self._planned.describer.describe_examples(
+            examples, self._placed.by_rank, f"{phase}: boundaries"
         )
         outputs = [[dict(out) for out in layer.outputs] for each in facts for layer in each.layers]
         edges = {name: dict(out) for each in facts for name, out in each.edges.items()}

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
-from time import perf_counter_ns
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pipeproof.exec.store.agreement import Agreement, described_in_order
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.plan_layers import Cut, LayerFacts, StageFacts, declared_cut, stage_name
+from pipeproof.exec.train.plan_layers import Cut, LayerFacts, StageFacts, stage_name
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, form_of, kind_text, specs_of
 from pipeproof.exec.train.torch.block_layers import CutLayers, described_layers, layers_of
-from pipeproof.exec.train.torch.boundary_inference import StageRun, meta_leaves, real_tensor, run_stage, unchanged_state
+from pipeproof.exec.train.torch.boundary_inference import StageRun, meta_leaves, run_stage
 from pipeproof.exec.train.torch.data_parallel import Replicas
-from pipeproof.exec.train.torch.module_stage import without_autocast
-from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_edges import StageEdges
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.step_inputs import StepContract
@@ -92,12 +87,6 @@ def _sizes_in(leaf: str) -> list[int]:
     return decode_json(leaf[leaf.index("[") :]) if leaf.endswith("]") else []
 
 
-def declared_examples(seq_lengths: Sequence[int] | None) -> Examples:
-    """The lengths that a plan declares, without examples."""
-    lengths = tuple(dict.fromkeys(seq_lengths or ()))
-    return Examples((), None, tuple(lengths.index(length) for length in seq_lengths or ()), lengths)
-
-
 def plan_entries(
     outputs: Sequence[Sequence[LeafSpec]], num_rows: int, lengths: Sequence[int], number: int
 ) -> list[dict[str, Any]]:
@@ -152,60 +141,12 @@ def _differing(shapes: Sequence[Sequence[Sequence[int]]]) -> tuple[int, ...] | N
     return None
 
 
-_WARM_UPS, _ROUNDS = 2, 5
-
-
-def time_stage(
-    number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[float, float]:
-    """Median microseconds of a stage's forward and of its whole backward, for one micro-batch.
-
-    Tensors without values become zeros. Gradients, buffers and the random state are put back. The loss function is not
-    included: the output's gradient is one everywhere.
-
-    Raises:
-        PipelineError: the module raises.
-    """
-    try:
-        with gradients_aside([*module.parameters()]), unchanged_state([module], device), torch.enable_grad():
-            times = [_time_once(module, args, kwargs, device) for _ in range(_WARM_UPS + _ROUNDS)]
-    except Exception as error:
-        raise PipelineError(f"stage {number} fails while it is timed: {type(error).__name__}: {error}") from error
-    forward, backward = zip(*times[_WARM_UPS:], strict=True)
-    return round(median(forward) / 1e3, 3), round(median(backward) / 1e3, 3)
-
-
-def _time_once(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[int, int]:
-    run_args, run_kwargs = tree_map_only(
-        torch.Tensor, lambda tensor: real_tensor(tensor, device), (tuple(args), dict(kwargs))
-    )
-    start = _now(device)
-    value = module(*run_args, **run_kwargs)
-    middle = _now(device)
-    roots = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    gradients = [torch.ones_like(root) for root in roots]
-    before_backward = _now(device)
-    if roots:
-        with without_autocast(device.type):
-            torch.autograd.backward(roots, gradients)
-    return middle - start, _now(device) - before_backward
-
-
-def _now(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter_ns()
-
-
 @dataclass(frozen=True)
 class StageDescriber:
     """Describes the stages of one rank, ``replicas`` by their numbers, and collects the descriptions of all ranks.
 
-    ``splits`` is True if backwards may run in parts. With ``profile`` each stage is timed, too. ``layers`` are the
-    names of each stage's layers; with ``is_planned`` the plan has them, else a stage becomes one layer where the
-    outputs of its layers are not seen.
+    ``splits`` is True if backwards may run in parts. ``layers`` are the names of each stage's layers; with
+    ``is_planned`` the plan has them, else a stage becomes one layer where the outputs of its layers are not seen.
     """
 
     agreement: Agreement
@@ -214,7 +155,6 @@ class StageDescriber:
     replicas: Mapping[int, Replicas]
     device: torch.device
     splits: bool
-    profile: bool
     contract: StepContract
     layers: Cut
     is_planned: bool
@@ -222,23 +162,18 @@ class StageDescriber:
 
     def describe(
         self,
-        example: StepInputs | None,
+        example: StepInputs,
         placed: Sequence[Sequence[int]],
-        skeleton: Mapping[str, Any],
+        num_micro_batches: int,
     ) -> tuple[list[StageFacts], dict[int, Boundaries], int, Examples]:
         """Facts and boundaries of all stages, the rows of a micro-batch, and the examples."""
-        schedule = skeleton["schedule"]
-
-        def given_examples() -> Examples | None:
-            if example is None:
-                return None
-            return examples_of(self.contract, example, schedule["num_micro_batches"], self.num_stages)
-
-        examples = self.agreement.own("example", given_examples) or declared_examples(schedule.get("seq_lengths"))
-        return *self.describe_examples(examples, placed, skeleton, "boundaries"), examples
+        examples = self.agreement.own(
+            "example", lambda: examples_of(self.contract, example, num_micro_batches, self.num_stages)
+        )
+        return *self.describe_examples(examples, placed, "boundaries"), examples
 
     def describe_examples(
-        self, examples: Examples, placed: Sequence[Sequence[int]], skeleton: Mapping[str, Any], phase: str
+        self, examples: Examples, placed: Sequence[Sequence[int]], phase: str
     ) -> tuple[list[StageFacts], dict[int, Boundaries], int]:
         """Facts of all stages, boundaries of this rank's, and the rows of a micro-batch.
 
@@ -249,7 +184,7 @@ class StageDescriber:
         homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
         own = [number for number in range(self.num_stages) if homes[number] == self.rank]
         entries = described_in_order(
-            self.agreement, own, lambda number, before: self._facts(number, before, examples, skeleton), phase
+            self.agreement, own, lambda number, before: self._facts(number, before, examples), phase
         )
         num_rows = entries[0]["rows"]
         forms = {n: form_of(e) for n, e in entries.items()}
@@ -268,36 +203,12 @@ class StageDescriber:
         }  # fmt: skip
         return facts, boundaries, num_rows
 
-    def _facts(
-        self, number: int, before: Mapping[str, Any], examples: Examples, skeleton: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _facts(self, number: int, before: Mapping[str, Any], examples: Examples) -> dict[str, Any]:
         module = self.replicas[number].call()
         layers = None if self.layers[number] == [stage_name(number)] else layers_of(module)
         is_last = number == self.num_stages - 1
-        declared = skeleton["model"].get("layers")
-        if self.profile and not examples.distinct:
-            raise PipelineError("profile=True measures the stages on the example: give Pipeline an `example`")
-        if not examples.distinct and self.edges.edges:
-            raise PipelineError("which stage makes an edge is seen on the example: give Pipeline an `example`")
-        if not examples.distinct and not declared:
-            raise PipelineError("give Pipeline an `example`: the arguments of the first stage for one micro-batch")
-        entry: dict[str, Any] = {
-            "form": ["tensor", []],
-            "out": [],
-            "rows": before.get("rows"),
-            "times": [None, None],
-            "uses": None,
-            "num_direct": 0,
-        }
-        if not examples.distinct:
-            entry["layers"] = described_layers(number, module, layers)
-            return self._declared_facts(number, entry, skeleton, examples.lengths)
-        if self.profile and self.replicas[number].is_sharded:
-            raise PipelineError(
-                f"stage {number} is sharded by fully_shard, which communicates in each run: leave out profile=True, "
-                "and measure steps with `profile(file, ...)`"
-            )
-        runs, times = self._runs(number, before, examples, layers)
+        entry: dict[str, Any] = {"form": ["tensor", []], "rows": before.get("rows"), "uses": None}
+        runs = self._runs(number, before, examples, layers)
         run = runs[0]
         self.replicas[number].reshard()
         if not number:
@@ -310,9 +221,6 @@ class StageDescriber:
                 "split: pass use_reentrant=False, or use split='whole'"
             )
         entry["layers"] = self._seen_layers(number, layers, runs, entry["rows"], examples.lengths)
-        if times:  # means over the micro-batches, which may differ in length
-            every = [times[variant] for variant in examples.by_micro_batch] or times
-            entry["times"] = [round(fmean(each), 3) for each in zip(*every, strict=True)]
         entry["out"] = [[[list(spec.shape), spec.dtype, spec.has_gradient] for spec in each.leaves] for each in runs]
         entry["num_direct"], entry["direct"] = self._direct(number, before, entry["out"])
         if number:
@@ -329,10 +237,10 @@ class StageDescriber:
 
     def _runs(
         self, number: int, before: Mapping[str, Any], examples: Examples, layers: CutLayers | None
-    ) -> tuple[list[StageRun], list[tuple[float, float]]]:
-        """The runs of a stage on each of the examples, and its times in each with ``profile``."""
+    ) -> list[StageRun]:
+        """The runs of a stage on each of the examples."""
         module, is_last = self.replicas[number].call(), number == self.num_stages - 1
-        runs, times = [], []
+        runs = []
         for variant, (args, by_stage) in enumerate(examples.distinct):
             kwargs = dict(by_stage.get(number, {}))
             if number:
@@ -342,9 +250,7 @@ class StageDescriber:
                 names = self.contract.keywords.bound(number, form, len(leaves))
                 kwargs = {name: value for name, value in kwargs.items() if name not in names} | named
             runs.append(run_stage(number, module, args, kwargs, self.device, is_last=is_last, layers=layers))
-            if self.profile:
-                times.append(time_stage(number, module, args, kwargs, self.device))
-        return runs, times
+        return runs
 
     def _direct(
         self, number: int, before: Mapping[str, Any], out: Sequence[Sequence[Any]]
@@ -385,38 +291,12 @@ class StageDescriber:
             layer["activation_bytes"] = num_bytes
         return entries
 
-    def _declared_facts(
-        self, number: int, entry: dict[str, Any], skeleton: Mapping[str, Any], lengths: Sequence[int]
-    ) -> dict[str, Any]:
-        """The boundary that the plan declares after a stage: one tensor, or a tuple."""
-        layers, rows = skeleton["model"]["layers"], skeleton["schedule"].get("micro_batch_size")
-        cut = declared_cut(skeleton, self.num_stages) or []
-        if rows is None or len(cut) != self.num_stages or (cut != self.layers and len(layers) != self.num_stages):
-            raise PipelineError(
-                "boundaries are read from a plan with schedule.micro_batch_size and one layer for each stage, or the "
-                f"stages of the cut: this one has {len(layers)} layers for {self.num_stages} stages; or give Pipeline "
-                "an `example`"
-            )
-        out: list[Any] = next(layer for layer in layers if layer["name"] == cut[number][-1]).get("out", [])
-        dtype = skeleton["run"]["dtype"]
-        entry["rows"] = rows
-        entry["form"] = ["tensor" if len(out) == 1 else "tuple", []]
-        for length in lengths or (None,):
-            letters = {"b": rows, "s": length}
-            entry["out"].append([])
-            for leaf in out:
-                of = leaf.get("dtype") or dtype
-                gradient = leaf.get("gradient")
-                shape = [letters.get(size, size) for size in leaf["shape"]]
-                entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
-        return entry
-
 
 def _described(
     number: int, entry: Mapping[str, Any], outputs: Sequence[Sequence[LeafSpec]], num_rows: int,
     lengths: Sequence[int], edges: StageEdges,
-) -> tuple[tuple[LayerFacts, ...], float | None, float | None, dict[str, dict[str, Any]]]:  # fmt: skip
-    """The layers of a stage as its rank has described them, its times, and the edges that it makes.
+) -> tuple[tuple[LayerFacts, ...], dict[str, dict[str, Any]]]:  # fmt: skip
+    """The layers of a stage as its rank has described them, and the edges that it makes.
 
     The last layer has the ``outputs`` of the stage, without the edges, which are the last ones.
     """
@@ -425,9 +305,7 @@ def _described(
     leaving = edges.before(number + 1) + edges.direct(number, makes=True)
     own = every[: len(every) - len(leaving)]
     made = {name: out for name, out in zip(leaving, every[len(own) :], strict=True) if edges.edges[name][0] == number}
-    forward_us, backward_us = entry["times"]
-    layers = tuple(LayerFacts(**layer) for layer in [*inner, {**last, "outputs": own}])
-    return layers, forward_us, backward_us, made
+    return tuple(LayerFacts(**layer) for layer in [*inner, {**last, "outputs": own}]), made
 
 
 def _inner_entries(

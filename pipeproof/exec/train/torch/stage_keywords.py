@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,24 +22,11 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 class StepInputs(NamedTuple):
     """Arguments that a script passes to a step."""
 
-    args: tuple[Any, ...]
+    args: Sequence[Any]
     target: Any
     kwargs: Mapping[str, Any]
     stage_kwargs: Mapping[int, Mapping[str, Any]]
     loss_kwargs: Mapping[str, Any] = {}
-
-
-def example_inputs(
-    example: Sequence[Any] | None,
-    kwargs: Mapping[str, Any] | None,
-    stage_kwargs: Mapping[int, Mapping[str, Any]] | None,
-) -> StepInputs | None:
-    """The example of a ``Pipeline``; None if the plan declares the boundaries."""
-    if example is None and not kwargs and not stage_kwargs:
-        return None
-    return StepInputs(
-        () if example is None else cast("tuple[Any, ...]", example), None, kwargs or {}, stage_kwargs or {}
-    )
 
 
 @dataclass(frozen=True, slots=True)

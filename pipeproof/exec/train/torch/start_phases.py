@@ -29,7 +29,6 @@ from pipeproof.exec.train.module_plan import (
     given_plan,
     in_script_words,
     placement_of,
-    require_no_times,
     schedule_section,
 )
 from pipeproof.exec.train.plan_layers import Cut, Tie, names_in_plan, planned_cut
@@ -63,10 +62,9 @@ class Settings:
     schedule: str | Path | Sequence[Sequence[str]]
     num_micro_batches: int | None
     loss_fn: LossFunction | None
-    example: StepInputs | None
+    example: StepInputs
     split: Split
     compiler: Compiler
-    profile: bool
     tied: Sequence[Tie]
     edges: Edges
     rules: SplitRules
@@ -183,9 +181,7 @@ def place(
     asked = same_request(answers)
     numbers = sorted({number for other in answers for number in other["stages"]})
     own_numbers = () if isinstance(stages, ModelStages) else [other["stages"] for other in answers]
-    skeleton = agreement.gather(
-        "sizes", lambda: _skeleton(asked, len(numbers), own_numbers, measures=settings.profile)
-    )[0]
+    skeleton = agreement.gather("sizes", lambda: asked.skeleton(len(numbers), own_numbers))[0]
     by_rank, layers = agreement.gather(
         "placement",
         lambda: [
@@ -222,10 +218,11 @@ def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
     """
     describer = StageDescriber(
         ranks.agreement, ranks.rank, placed.num_stages, placed.replicas, placed.device, settings.split != "whole",
-        settings.profile, StepContract(placed.keywords, settings.rules), placed.layers,
+        StepContract(placed.keywords, settings.rules), placed.layers,
         bool(placed.skeleton["model"].get("layers")), placed.edges,
     )  # fmt: skip
-    facts, boundaries, num_rows, examples = describer.describe(settings.example, placed.by_rank, placed.skeleton)
+    num = placed.skeleton["schedule"]["num_micro_batches"]
+    facts, boundaries, num_rows, examples = describer.describe(settings.example, placed.by_rank, num)
     content = complete_plan(placed.skeleton, facts, placed.tied, num_rows, examples.seq_lengths)
     made = {name: entry for each in facts for name, entry in each.edges.items()}
     if made and not content.get("edges"):
@@ -305,7 +302,7 @@ def _request(
         settings.overlap,
     )
     same = (
-        "split", "compiler", "profile", "check_inputs", "scale_grads", "normalize", "loss_on", "replay", "overlap",
+        "split", "compiler", "check_inputs", "scale_grads", "normalize", "loss_on", "replay", "overlap",
         "unsafe",
     )  # fmt: skip
     return {
@@ -333,6 +330,8 @@ def _require_arguments(settings: Settings, stages: Mapping[int, nn.Module]) -> N
         raise PipelineError(f"loss_on is {settings.loss_on!r}: use 'last' or 'all'")
     if settings.replay and settings.edges:
         raise PipelineError("replay=True with edges has not been tried on a GPU: leave out replay")
+    if settings.example.args == () and not settings.example.kwargs and not settings.example.stage_kwargs:
+        raise PipelineError("give Pipeline an `example`: the arguments of the first stage for one micro-batch")
     if settings.timeout_s <= 0:
         raise PipelineError(f"timeout_s is {settings.timeout_s}: give a number of seconds")
     if not isinstance(stages, Mapping):
@@ -341,15 +340,6 @@ def _require_arguments(settings: Settings, stages: Mapping[int, nn.Module]) -> N
         raise PipelineError(f"`stages` has the keys {list(stages)}: they are numbers of stages, from 0")
     if not stages or not all(isinstance(module, nn.Module) for module in stages.values()):
         raise PipelineError("give this rank at least one stage: stages={number: module}")
-
-
-def _skeleton(
-    asked: Request, num_stages: int, own_numbers: Sequence[Sequence[int]], *, measures: bool
-) -> dict[str, Any]:
-    skeleton = asked.skeleton(num_stages, own_numbers)
-    if measures:
-        require_no_times(skeleton)
-    return skeleton
 
 
 def _layers_of(answers: Sequence[Mapping[str, Any]]) -> Cut:
