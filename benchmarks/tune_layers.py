@@ -121,7 +121,7 @@ def main() -> None:
     is_shown = dist.get_rank() == 0
     layout = tune(
         job.model(), loss_fn=nn.functional.mse_loss, example=(job.example,), target=job.example,
-        num_micro_batches=job.num_micro_batches, search=Search(num_trials=options.trials),
+        num_micro_batches=job.num_micro_batches, search=Search(num_trials=options.trials, without_pipeline=False),
     )  # fmt: skip
     chosen = layout.rows[0].schedule, layout.split, layout.rows[0].sizes
     if is_shown:

@@ -11,10 +11,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from pipeproof.analysis.tune.layer_cuts import (
     NEAR,
@@ -26,6 +27,7 @@ from pipeproof.analysis.tune.layer_cuts import (
     search_cuts,
     step_of,
 )
+from pipeproof.atomic_write import write_output
 from pipeproof.exec.store.agreement import Agreement, require_equal
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.layer_samples import Chain, RunWay, Sample, way_of, ways_measured
@@ -38,6 +40,7 @@ from pipeproof.exec.train.tuned_layout import (
     ranked,
     with_times,
 )
+from pipeproof.foreign_text import decode_json, read_foreign
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.version import __version__
 
@@ -57,13 +60,16 @@ class Search:
 
     ``num_trials`` layouts are run, as many of them as ``max_s`` seconds allow, but one at least. ``splits`` are tried:
     by default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU. ``optimizer_bytes`` are the bytes of
-    optimizer states for each byte of trained weights: 2 for AdamW.
+    optimizer states for each byte of trained weights: 2 for AdamW. ``file`` keeps the result, and a call with an equal
+    model, devices and arguments reads it. ``without_pipeline``: FSDP2 over the same ranks is run, too, and noted.
     """
 
     num_trials: int = 3
     max_s: float = 180.0
     splits: Sequence[str] | None = None
     optimizer_bytes: float = 2.0
+    file: str | Path | None = None
+    without_pipeline: bool = True
 
 
 class Tuning:
@@ -89,8 +95,12 @@ class Tuning:
         if self.num_micro_batches < 1:
             raise PipelineError(f"num_micro_batches is {self.num_micro_batches}: give at least 1")
         self.started = time.monotonic()
+        self.file = None if self.search.file is None else Path(self.search.file)
         self.chain = self.agreement.own("model", self._chain)
-        self._require_equal_models()
+        self.signature = self._common_signature()
+        kept = self._kept()
+        if kept is not None:
+            return kept
         limits = [each for each in self.agreement.gather("limit", self._limit) if each is not None]
         self.limit = min(limits, default=None)
         costs = self._phase("measure", lambda: self._measured(self._ways()))
@@ -102,7 +112,14 @@ class Tuning:
             costs |= self._phase("measure recomputation", lambda: self._measured(ways, costs))
             best_cuts, lacking = self._phase("search again", lambda: self._searched(costs))
         rows = self._phase("try", lambda: self._tried(best_cuts, lacking))
-        return self._layout(rows, costs)
+        self._phase("without a pipeline", lambda: self._note_no_pipeline(rows[0]))
+        layout = self._layout(rows, costs)
+        if self.file is not None and not self.agreement.rank:
+            write_output(self.file, json.dumps({
+                "signature": self.signature, "rows": [asdict(row) for row in layout.rows], "plan": layout.plan,
+                "notes": list(layout.notes), "seconds": dict(layout.seconds),
+            }))  # fmt: skip
+        return layout
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         started = time.monotonic()
@@ -117,8 +134,8 @@ class Tuning:
                 f"tune: {time.monotonic() - self.started:5.1f} s: {text}", file=sys.stderr, flush=True
             )
 
-    def _require_equal_models(self) -> None:
-        """Refuse ranks with other models or arguments.
+    def _common_signature(self) -> str:
+        """A digest of all that the result depends on, equal on all ranks.
 
         Raises:
             PipelineError: the ranks have other models or arguments.
@@ -129,13 +146,35 @@ class Tuning:
             str(facts["arguments"]),
             self.num_micro_batches,
             self.memory_gib,
-            str(self.search),
+            str(replace(self.search, file=None)),
         ]
         digest = hashlib.sha256(str((layers, facts.pop("weights"))).encode()).hexdigest()
         own = {"model": digest, **facts, "pipeproof": __version__, "ranks": self.agreement.num_ranks}
         answers = self.agreement.gather("signature", lambda: own)
         for key in own:
             require_equal([json.dumps(answer[key]) for answer in answers], f"the {key} of tune")
+        return json.dumps(own, sort_keys=True)
+
+    def _kept(self) -> Layout | None:
+        """The result of an earlier call, from the file of the first rank."""
+
+        def read() -> Any:
+            if self.file is None or self.agreement.rank or not self.file.exists():
+                return None
+            try:
+                content = decode_json(read_foreign(self.file).decode())
+                rows = _ROWS.validate_python(content["rows"])
+            except (ValueError, KeyError, TypeError, ValidationError) as error:
+                raise PipelineError(f"{self.file} is no result of tune ({type(error).__name__}): remove it") from None
+            if content["signature"] != self.signature:
+                return None
+            return {**content, "rows": [asdict(row) for row in rows]}
+
+        content = self.agreement.gather("file", read)[0]
+        if content is None:
+            return None
+        rows = tuple(_ROWS.validate_python(content["rows"]))
+        return Layout(self._stages(rows[0]), content["plan"], rows, tuple(content["notes"]), content["seconds"])
 
     # --- measure and search ---
 
@@ -316,6 +355,9 @@ class Tuning:
     def _trial(self, row: LayoutRow) -> list[LayoutRow]:
         """A layout proved and run, with its plan in ``plans``; rows without a time have the reason."""
         raise NotImplementedError
+
+    def _note_no_pipeline(self, fastest: LayoutRow) -> None:
+        """Note how fast steps without a pipeline are."""
 
     def _barrier(self) -> None:
         """Wait for all ranks, and for their devices."""

@@ -51,12 +51,17 @@ def tune_a_sequential(directory):
     nn.functional.mse_loss(model(x), x).backward()
     before = state_of(model)
     own = {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x, "num_micro_batches": 4}
-    layout = tune(model, **own, search=Search(num_trials=2))
+    search = Search(num_trials=2, file=directory / "layout.json")
+    layout = tune(model, **own, search=search)
     require_same(before, state_of(model))
     rows = layout.rows
     assert [row.measured_ms is not None for row in rows[:3]] == [True, True, False]
     assert rows[0].name in repr(layout)
+    assert [note[:24] for note in layout.notes] == ["FSDP2 without a pipeline"] * 2
     assert "<table>" in layout._repr_html_()
+    again = tune(model, **own, search=search)
+    assert again.rows == rows
+    assert again.plan == layout.plan
     pipe = Pipeline(
         layout.stages, plan=layout.plan, loss_fn=nn.functional.mse_loss, example=(x,), split=layout.split,
         replay=layout.replay,
@@ -71,7 +76,7 @@ def tune_a_sequential(directory):
 def recompute_a_llama(_):
     model, tokens = llama()
     own = {"loss_fn": causal_lm_loss, "example": (tokens,), "target": tokens, "num_micro_batches": 4,
-           "search": Search(num_trials=1, splits=["whole"])}  # fmt: skip
+           "search": Search(num_trials=1, splits=["whole"], without_pipeline=False)}  # fmt: skip
     free = tune(model, **own)
     least = min(row.predicted_gib for row in free.rows)
     tight = tune(model, **own, memory_gib=0.9 * least)
@@ -90,7 +95,7 @@ def recompute_a_sequential(_):
     model = nn.Sequential(nn.BatchNorm1d(8), *blocks, nn.BatchNorm1d(8))
     reference, x = copy.deepcopy(model), torch.randn(64, 8)
     own = {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x, "num_micro_batches": 4,
-           "search": Search(num_trials=1, splits=["whole"])}  # fmt: skip
+           "search": Search(num_trials=1, splits=["whole"], without_pipeline=False)}  # fmt: skip
     free = tune(model, **own)
     assert not any(free.rows[0].recomputed)
     assert {"forward"} & {*vars(model[1]), *vars(model[3])} == set()

@@ -57,7 +57,7 @@ def tune(
         num_micro_batches: micro-batches of a step.
         group: as of ``Pipeline``.
         memory_gib: memory of each rank for weights, gradients, optimizer states and activations.
-        search: its limits.
+        search: its limits; ``without_pipeline`` has no effect.
         timeout_s: as of ``Pipeline``.
 
     Raises:

@@ -20,11 +20,12 @@ from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.measure_layers import Batch, Cutter, measure_sample, weight_bytes
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import LossFunction
+from pipeproof.exec.train.torch.no_pipeline import sharded_step
 from pipeproof.exec.train.torch.pipeline import Pipeline
 from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.torch.start_phases import device_of, join
-from pipeproof.exec.train.tuned_layout import Layout, LayoutRow
+from pipeproof.exec.train.tuned_layout import Layout, LayoutRow, gib_text, ms_text
 from pipeproof.exec.train.tuning import Search, Tuning
 from pipeproof.sim.memory_curve import GIB
 
@@ -255,6 +256,42 @@ class _Tuning(Tuning):
         self._sync()
         dist.barrier(self.ranks.group)
         self._sync()
+
+    def _note_no_pipeline(self, fastest: LayoutRow) -> None:
+        """Note the steps of FSDP2 without a pipeline, with the example's micro-batches and with twice as many rows."""
+        num_ranks, measurements = self.ranks.num_ranks, dict[int, tuple[float, float | None]]()
+        if num_ranks == 1 or not self.search.without_pipeline:
+            return
+        for num_examples in (1, 2):
+            num, rest = divmod(self.num_micro_batches, num_ranks * num_examples)
+            if rest or not self._has_time(0.0) or not self._has_room():
+                continue
+            self._report(f"running FSDP2 without a pipeline, micro-batches of {num_examples} examples")
+            with unchanged_state([self.model], self.device):
+                step = sharded_step(
+                    self.cutter, self.batch, num_examples, num, self.ranks.group, is_compiled=self.is_gpu
+                )
+                times, peak = self._times_and_peak(step)
+            states = self.search.optimizer_bytes * weight_bytes(self.model.parameters())[1] / num_ranks
+            own = (peak - self.allocated + states) / GIB if self.is_gpu else 0.0
+            gib = max(self._gathered("no pipeline", own))
+            measurements[num_examples] = times[0], gib if self.is_gpu else None
+            del step
+            self._clean()
+        for num_examples, (ms, gib) in measurements.items():
+            memory = "" if gib is None else f" and {gib_text(gib)}"
+            which = "is faster" if ms < (fastest.measured_ms or 0.0) else "is slower"
+            if gib is not None and self.limit is not None and gib * GIB > self.limit:
+                which = f"does not fit and {which}"
+            self.notes.append(
+                f"FSDP2 without a pipeline, micro-batches of {num_examples} example{'s' * (num_examples > 1)}: "
+                f"{ms_text(ms)}{memory}, which {which} than the first row"
+            )
+
+    def _has_room(self) -> bool:
+        """True if every rank can hold a second copy of the model."""
+        size, _ = weight_bytes(self.model.parameters())
+        return all(self._gathered("room", not self.is_gpu or 3 * size < torch.cuda.mem_get_info(self.device)[0]))
 
     def _clean(self) -> None:
         super()._clean()
