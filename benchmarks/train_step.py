@@ -198,7 +198,7 @@ def _cut(options: argparse.Namespace, num_stages: int) -> Any:
     torch.set_default_dtype(getattr(torch, options.dtype))
     model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    return stages_of_transformers(model, num_stages)
+    return stages_of_transformers(model, num_stages, blocks_per_stage="even")
 
 
 def _device_name(device: Any) -> str:

@@ -105,7 +105,7 @@ def _pipeline(
     schedule: str, options: argparse.Namespace, batches: torch.Tensor, device: torch.device
 ) -> tuple[list[float], float, int]:
     num_stages = dist.get_world_size() * (2 if schedule in ("zb_v", "interleaved") else 1)
-    stages = stages_of_transformers(_model(options, device), num_stages)
+    stages = stages_of_transformers(_model(options, device), num_stages, blocks_per_stage="even")
     pipe = Pipeline(
         stages, schedule=schedule, num_micro_batches=options.micro_batches, loss_fn=causal_lm_loss,
         example=(batches[0, :1],), split="linear" if schedule == "zb_v" else "whole",

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,11 +27,13 @@ from pipeproof.exec.train.torch.block_layers import CutLayers
 from pipeproof.exec.train.torch.boundary_inference import unchanged_buffers
 from pipeproof.exec.train.torch.meta_buffers import compute_buffers, kept_ties
 from pipeproof.exec.train.torch.model_parts import (
+    Balance,
     Chain,
     NotCutError,
     OperationTrace,
     Part,
     add_parts,
+    balanced,
     chains_of,
     observed,
 )
@@ -44,6 +46,7 @@ from pipeproof.exec.train.torch.partial_modules import (
     Shape,
     with_children,
     with_same_values,
+    without_values,
 )
 
 KNOWN_MODELS = (
@@ -64,7 +67,7 @@ def stages_of_transformers(
     model: nn.Module,
     num_stages: int,
     *,
-    blocks_per_stage: Sequence[int] | None = None,
+    blocks_per_stage: Sequence[int] | Literal["even"] | None = None,
     example: Mapping[str, Any] | None = None,
 ) -> ModelStages:
     """Cut a model of ``transformers`` into stages that hold its own submodules; the model itself is not changed.
@@ -88,8 +91,10 @@ def stages_of_transformers(
         model: A model with a head, such as ``LlamaForCausalLM``, on the CPU, a GPU or the meta device.
         num_stages: The number of stages.
         blocks_per_stage: The number of blocks of each stage. A stage may have none; one between others then returns
-            its input. Default: they differ by one at most, and the first stages have more. ``tune`` measures the
-            blocks, the embedding and the head, and finds the fastest.
+            its input. With ``even`` they differ by one at most, and the first stages have more. Without it the largest
+            stage has as few FLOPs as possible: those of matrix products and attention in a forward on ``example``, or
+            on a few tokens, where attention counts little. A backward has twice as many in every layer. The head
+            counts by its logits.
         example: Keyword arguments of the model for a small batch, with which the cut is checked. It is needed where
             the steps have more than tokens, masks and positions: images, for example.
 
@@ -100,7 +105,10 @@ def stages_of_transformers(
     _know_consecutive_positions()
     model = _unwrapped(model)
     try:
-        return _cut(model, chosen_sizes(num_stages, blocks_per_stage, argument="blocks_per_stage"), example)
+        return _cut(
+            model, chosen_sizes(num_stages, blocks_per_stage, argument="blocks_per_stage"), example,
+            balances=blocks_per_stage is None,
+        )  # fmt: skip
     except NotCutError as error:
         raise ValueError(
             f"{type(model).__name__} cannot be cut: {error}. Known models: {', '.join(KNOWN_MODELS)}, and others of "
@@ -487,7 +495,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _cut(model: nn.Module, sizes: int | Sequence[int], example: Mapping[str, Any] | None) -> ModelStages:
+def _cut(
+    model: nn.Module, sizes: int | Sequence[int], example: Mapping[str, Any] | None, *, balances: bool
+) -> ModelStages:
     """Find the parts, observe them in a forward, and check the stages with every batch."""
     chains = chains_of(model)
     ranges, of = _stage_blocks(chains, sizes)
@@ -495,6 +505,8 @@ def _cut(model: nn.Module, sizes: int | Sequence[int], example: Mapping[str, Any
     with _probing(model):
         bare = dict(example) if example is not None else _small_batch(model)
         inputs = _observed(model, chains, bare)
+        if balances:
+            ranges, of = _stage_blocks(chains, _balanced_sizes(_work(model, chains, bare), len(ranges), of.count(0)))
         cut = _Cut(chains, ranges, of, inputs)
         cut = replace(cut, inputs=_checked_inputs(model, cut, bare))
     stages = [TransformersStage(model, cut, number) for number in range(len(ranges))]
@@ -523,6 +535,40 @@ def _stage_blocks(chains: Sequence[Chain], sizes: int | Sequence[int]) -> tuple[
         parts = [sizes[: ends[0]], sizes[ends[0] :]]
     both = [stage_ranges(n, part, argument=argument, may_be_empty=True) for n, part in zip(numbers, parts, strict=True)]
     return [*both[0], *both[1]], [0] * len(both[0]) + [1] * len(both[1])
+
+
+def _balanced_sizes(works: Sequence[Sequence[int]], num_stages: int, usual: int) -> list[int]:
+    """The number of blocks of each stage by the work of each chain; ``usual`` is the first chain's number of stages."""
+    if len(works) == 1:
+        return [*balanced(works[0], num_stages).sizes]
+
+    def both(first: int) -> list[Balance]:
+        return [balanced(work, num) for work, num in zip(works, (first, num_stages - first), strict=True)]
+
+    def rank(first: int) -> tuple[int, ...]:
+        encoder, decoder = both(first)
+        largest = max(encoder.largest, decoder.largest)
+        return largest, encoder.num_empty + decoder.num_empty, encoder.squares + decoder.squares, abs(first - usual)
+
+    most = [len(work) - 2 for work in works]
+    firsts = [n for n in range(1, num_stages) if n <= most[0] and num_stages - n <= most[1]]
+    return [size for part in both(min(firsts, key=rank)) for size in part.sizes]
+
+
+def _work(model: nn.Module, chains: Sequence[Chain], batch: Mapping[str, Any]) -> list[list[int]]:
+    """The FLOPs of each chain, see ``Chain.work``.
+
+    They are those of a copy of the model without values, whose operations are the same on every device. A model that
+    needs values has those that were observed.
+    """
+    try:
+        copy = without_values(model)
+        counted = chains_of(copy)
+        add_parts(copy, counted)
+        _observed(copy, counted, tree_map_only(torch.Tensor, lambda x: x.to("meta"), dict(batch)))
+    except Exception:  # noqa: BLE001 - its forward reads values
+        counted = [*chains]
+    return [chain.work for chain in counted]
 
 
 @contextmanager

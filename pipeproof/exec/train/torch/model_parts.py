@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeproof.exec.train.torch.partial_modules import BlockOutput, hidden_of
+from pipeproof.exec.train.torch.product_counter import ProductCounter
 
 
 class NotCutError(ValueError):
@@ -57,6 +59,8 @@ class Chain:
     """The tensors of each block's output."""
     entry: torch.Tensor | None = None
     """The hidden states that the first block gets."""
+    work: list[int] = field(default_factory=list)
+    """FLOPs before the first block, of each block, and after the last one."""
 
 
 def chains_of(model: nn.Module) -> list[Chain]:
@@ -156,7 +160,7 @@ def add_parts(model: nn.Module, chains: list[Chain]) -> None:
 
 @contextmanager
 def observed(chain: Chain) -> Iterator[None]:
-    """Within it, one forward of the model fills the chain's outputs, and its parts' calls.
+    """Within it, one forward of the model fills the chain's outputs and FLOPs, and its parts' calls.
 
     Raises:
         NotCutError: The blocks were called in another order, or a module with weights was called between blocks.
@@ -164,17 +168,22 @@ def observed(chain: Chain) -> Iterator[None]:
     numbers = {id(block): number for number, block in enumerate(chain.blocks)}
     parts = {id(part.module): part for part in chain.parts}
     called: list[int] = []
+    counter = ProductCounter()
+    marks = [0]
     chain.outputs, chain.tensors, chain.entry = [], [], None
 
     def before(module: nn.Module, args: Any) -> None:
         number = numbers.get(id(module))
         if number is not None:
             called.append(number)
+            marks.append(counter.total)
             if not number:
                 chain.entry = _form(hidden_of(args, {}))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in numbers:
+            if numbers[id(module)] == len(chain.blocks) - 1:
+                marks.append(counter.total)
             form = BlockOutput.of(output)
             chain.outputs.append(form)
             chain.tensors.append(tuple(map(_form, form.tensors_of(output))))
@@ -185,10 +194,12 @@ def observed(chain: Chain) -> Iterator[None]:
 
     handles = [global_hooks.register_module_forward_pre_hook(before), global_hooks.register_module_forward_hook(after)]
     try:
-        yield
+        with counter:
+            yield
     finally:
         for handle in handles:
             handle.remove()
+    chain.work = [after - before for before, after in pairwise((*marks, counter.total))]
     if called != list(range(len(chain.blocks))):
         raise NotCutError(f"its forward does not call each block of `{chain.name}` once, in order")
     between = [part.names[0] for part in chain.parts if part.has_weights and part.calls - {0, len(chain.blocks)}]
@@ -271,3 +282,72 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch is untyp
 
 def _digest(*parts: Any) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+
+# --- Blocks of each stage, so that the work of stages is balanced ---
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Balance:
+    """Sizes of stages, the better the smaller: first by the work of the largest stage.
+
+    Then come the number of stages without blocks, the sum of the squares of the stages' work, and the number of blocks
+    in stages that also have work around the blocks. ``negated`` are the sizes times -1: earlier stages are larger.
+    """
+
+    largest: int
+    num_empty: int
+    squares: int
+    at_edges: int
+    negated: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of blocks of each stage."""
+        return tuple(-size for size in self.negated)
+
+
+def balanced(work: Sequence[int], num_stages: int) -> Balance:
+    """The best numbers of blocks of at most as many stages as blocks.
+
+    ``work`` is that before the blocks, which the first stage has, that of each block, and that after them, which the
+    last stage has. A stage has no blocks only where the largest stage has less work so.
+    """
+    before, *blocks, after = work
+    sums, last = [*accumulate(blocks, initial=0)], num_stages - 1
+
+    def load(stage: int, begin: int, end: int) -> int:
+        return sums[end] - sums[begin] + before * (stage == 0) + after * (stage == last)
+
+    def larger(stage: int, begin: int, end: int, rest: int) -> int:
+        return max(load(stage, begin, end), rest)
+
+    def within(stage: int, begin: int, end: int, rest: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        own, size = load(stage, begin, end), end - begin
+        if own > limit:
+            return None
+        has_edge = (stage == 0 and before > 0) or (stage == last and after > 0)
+        num_empty, squares, at_edges, negated = rest
+        return num_empty + (not size), squares + own * own, at_edges + size * has_edge, (-size, *negated)
+
+    limits = [_least(len(blocks), num_stages, fewest, larger, 0) for fewest in (1, 0)]
+    fewest, limit = (0, limits[1]) if limits[1] < limits[0] else (1, limits[0])
+    return Balance(limit, *_least(len(blocks), num_stages, fewest, within, (0, 0, 0, ())))
+
+
+def _least(num_blocks: int, num_stages: int, fewest: int, value: Callable[..., Any], of_none: Any) -> Any:
+    """The least value of all cuts into stages of ``fewest`` blocks at least.
+
+    ``value`` is that of a stage's blocks ``begin`` to ``end - 1`` with the value of all stages after it; None if the
+    stage may not have them.
+    """
+    rest = {num_blocks: of_none}
+    for stage in reversed(range(num_stages)):
+        minima = {}
+        for begin in range(num_blocks + 1) if stage else [0]:
+            values = [value(stage, begin, end, rest[end]) for end in rest if end - begin >= fewest]
+            values = [each for each in values if each is not None]
+            if values:
+                minima[begin] = min(values)
+        rest = minima
+    return rest[0]

@@ -132,14 +132,17 @@ def stage_ranges(num_blocks: int, sizes: int | Sequence[int], *, argument: str, 
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def chosen_sizes(num_stages: int, sizes: Sequence[int] | None, *, argument: str) -> int | Sequence[int]:
-    """``sizes`` where they are given, else ``num_stages``.
+def chosen_sizes(num_stages: int, sizes: Sequence[int] | str | None, *, argument: str) -> int | Sequence[int]:
+    """``sizes`` where they are given, else ``num_stages``, as for ``even``.
 
     Raises:
-        ValueError: There are more or fewer sizes than stages.
+        ValueError: There are more or fewer sizes than stages, or another word.
     """
-    if sizes is None:
+    if sizes is None or sizes == "even":
         return num_stages
+    if isinstance(sizes, str):
+        message = f"{argument} is {sizes!r}: give 'even', or the size of each stage"
+        raise ValueError(message)  # noqa: TRY004 - a text may be right
     if len(sizes) != num_stages:
         raise ValueError(f"{argument} has {len(sizes)} sizes, and num_stages is {num_stages}: give one for each stage")
     return sizes
