@@ -16,10 +16,11 @@ except ModuleNotFoundError as error:
     raise missing_framework(error, "PyTorch", "torch") from None
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
-from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, stages_of_transformers
+from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, causal_lm_sum, stages_of_transformers
 from pipeproof.exec.train.torch.meta_buffers import note_empty_buffers
 from pipeproof.exec.train.torch.model_stages import ModelStages, stages_of_sequential
 from pipeproof.exec.train.torch.overlap_points import overlap_point
+from pipeproof.exec.train.torch.packed_batches import packed
 from pipeproof.exec.train.torch.pipeline import Pipeline
 from pipeproof.exec.train.torch.record_layers import record_layers
 from pipeproof.exec.train.torch.stage_values import MicroBatches
@@ -49,10 +50,12 @@ __all__ = [
     "PlanRefused",
     "Search",
     "causal_lm_loss",
+    "causal_lm_sum",
     "initialize_weights",
     "load_dcp",
     "load_pretrained",
     "overlap_point",
+    "packed",
     "record_layers",
     "save_dcp",
     "save_pretrained",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from tiny_llama import SEQUENCE, Rows, num_labels, tiny_llama
+from tiny_llama import SEQUENCE, Rows, tiny_llama
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -43,7 +43,7 @@ def main(folder: str) -> None:
     losses = []
     for _ in range(NUM_EPOCHS):
         for batch in loader:
-            number = num_labels(batch)  # of several pipelines: the sum over them
+            number = (batch["labels"][:, 1:] != -100).sum()  # of several pipelines: the sum over them
             with accelerator.autocast():
                 loss = pipe.step(batch["input_ids"], target=batch["labels"], loss_kwargs={"num_items_in_batch": number})
             pipe.clip_grad_norm_(1.0)

@@ -15,11 +15,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from tiny_llama import SEQUENCE, Rows, num_labels, tiny_llama
+from tiny_llama import SEQUENCE, Rows, tiny_llama
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pipeproof.torch import Pipeline, causal_lm_loss, save_dcp, stages_of_transformers
+from pipeproof.torch import Pipeline, causal_lm_sum, save_dcp, stages_of_transformers
 
 
 class PipelineStrategy(DDPStrategy):
@@ -56,13 +56,14 @@ class PipelineModule(pl.LightningModule):
         if self.pipe is None:
             self.pipe = Pipeline(
                 stages_of_transformers(tiny_llama(), self.trainer.world_size), schedule="1f1b", num_micro_batches=8,
-                loss_fn=causal_lm_loss, loss_on="all", example=(torch.zeros(2, SEQUENCE, dtype=torch.long),),
+                loss_fn=causal_lm_sum, normalize="tokens", loss_on="all",
+                example=(torch.zeros(2, SEQUENCE, dtype=torch.long),),
             )  # fmt: skip
             self.stages = nn.ModuleDict({str(number): stage for number, stage in self.pipe.stages.items()})
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
         optimizer = self.optimizers()
-        loss = self.pipe.step(**batch, loss_kwargs={"num_items_in_batch": num_labels(batch)})
+        loss = self.pipe.step(batch["input_ids"], target=batch["labels"])
         self.pipe.clip_grad_norm_(1.0)
         optimizer.step()
         self.lr_schedulers().step()
@@ -71,8 +72,7 @@ class PipelineModule(pl.LightningModule):
         self.log("loss", loss)
 
     def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
-        loss = self.pipe.eval_step(**batch, loss_kwargs={"num_items_in_batch": num_labels(batch)})
-        self.log("evaluation", loss)
+        self.log("evaluation", self.pipe.eval_step(batch["input_ids"], target=batch["labels"]))
 
     def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0)

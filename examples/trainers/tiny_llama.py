@@ -37,8 +37,3 @@ class Rows(Dataset):
         labels = self._tokens[number].clone()
         labels[: number % SEQUENCE // 2] = -100
         return {"input_ids": self._tokens[number], "labels": labels}
-
-
-def num_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The labels of a batch that count: all but the first of a row, which no position predicts."""
-    return (batch["labels"][:, 1:] != -100).sum()

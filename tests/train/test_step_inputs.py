@@ -1,4 +1,4 @@
-"""The split of what a step is given: random nested arguments, block masks, and what is refused."""
+"""The split of what a step is given: random nested arguments, block masks, packed documents, and what is refused."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from pipeproof.exec.train.torch.signatures import digests_of, require_same_digests
 from pipeproof.exec.train.torch.stage_keywords import Signature, StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
-from pipeproof.torch import MicroBatches, PipelineError
+from pipeproof.torch import MicroBatches, PipelineError, packed
 
 pytestmark = pytest.mark.needs_torch
 
@@ -178,9 +178,7 @@ def test_a_value_with_unknown_rows_is_refused(value, words):
 def test_offsets_are_refused_even_if_there_are_as_many_as_rows():
     offsets = torch.tensor([0, 3, 5, 7, 8, 10])
     keywords = {"cu_seqlens": offsets}
-    with pytest.raises(
-        PipelineError, match=r"cu_seqlens .*offsets of documents are not rows\. Write same_kwargs.*MicroBatches"
-    ):
+    with pytest.raises(PipelineError, match=r"cu_seqlens .*packed\(..\)"):
         contract().step_data(StepInputs((torch.zeros(6),), None, keywords, {}), 2, 6, [0], is_last=False)
 
 
@@ -305,6 +303,61 @@ def test_the_example_obeys_the_same_rules():
     by_index = StepInputs((MicroBatches([torch.zeros(2), torch.zeros(3)]),), None, {}, {})
     with pytest.raises(PipelineError, match=r"\[2, 3\] rows"):
         contract().example_data(by_index, 2, 2)
+
+
+# --- packed documents ---
+
+
+def collated(documents_of_part):
+    """What a collator makes of some documents: one row of tokens, positions, offsets, and the longest length."""
+    sizes = [len(each) for each in documents_of_part]
+    return {
+        "input_ids": torch.cat(documents_of_part)[None],
+        "labels": torch.cat(documents_of_part)[None],
+        "position_ids": torch.cat([torch.arange(size) for size in sizes])[None],
+        "seq_idx": torch.cat([torch.full((size,), index) for index, size in enumerate(sizes)])[None],
+        "cu_seq_lens_q": torch.tensor([0, *sizes]).cumsum(0).int(),
+        "max_length_q": max(sizes),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=9), st.integers(1, 4), st.booleans())
+def test_packed_micro_batches_are_what_a_collator_makes_of_their_documents(sizes, num, has_offsets):
+    every = [torch.arange(size) + 10 * index for index, size in enumerate(sizes)]
+    batch = collated(every)
+    if not has_offsets:  # documents begin where positions fall
+        del batch["cu_seq_lens_q"]
+    if len(sizes) < num:
+        with pytest.raises(PipelineError, match=f"{len(sizes)} documents are fewer than {num}"):
+            packed(**batch, num_micro_batches=num)
+        return
+    result = packed(**batch, num_micro_batches=num)
+    begin = 0
+    for index in range(num):
+        count = int(result["seq_idx"][index].max()) + 1
+        part = collated(every[begin : begin + count])
+        assert all(same(result[name][index], part[name]) for name in batch)
+        begin += count
+    assert begin == len(sizes)
+
+
+def test_packs_keep_their_form_and_documents_are_divided_by_tokens():
+    ids, offsets = torch.arange(10), torch.tensor([0, 3, 5, 7, 8, 10], dtype=torch.int32)
+    result = packed(ids, offsets, num_micro_batches=2, position_ids=True, max_seqlen=True)
+    assert [x.tolist() for x in result["cu_seqlens"]] == [[0, 3, 5], [0, 2, 3, 5]]
+    assert result["position_ids"][1].tolist() == [0, 1, 0, 0, 1]
+    assert result["max_seqlen"] == (3, 2)
+    packs = packed(ids.reshape(2, 5), offsets, num_micro_batches=2)
+    assert packs["input_ids"][1].tolist() == [[5, 6, 7, 8, 9]]
+    assert packs["cu_seqlens"][1].tolist() == [0, 2, 3, 5]
+    for tokens, cut, words in (
+        (ids.reshape(2, 5), torch.tensor([0, 4, 10]), "from one pack into the next at token 5"),
+        (ids, torch.tensor([0, 4, 9]), r"\[0, 4, 9\].*to 10"),
+        (ids.reshape(5, 2), offsets, "5 packs"),
+    ):
+        with pytest.raises(PipelineError, match=words):
+            packed(tokens, cut, num_micro_batches=2)
 
 
 # --- digests ---

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeproof.torch import MicroBatches, Pipeline
+from pipeproof.torch import Pipeline, packed
 
 NUM, SIZE, LENGTH = 3, 2, 6
 ROWS = NUM * SIZE
@@ -211,12 +211,7 @@ def collators_dicts():
     assert value is None or torch.equal(value, expected.sum() / 2)
     offsets = torch.tensor([0, 3, 5, 7, 8, 10], dtype=torch.int32)
     tokens = torch.randint(11, (1, 10))
-    cuts = [([0, 1, 2, 0, 1], [0, 3, 5]), ([0, 1, 0, 0, 1], [0, 2, 3, 5])]
-    documents = {
-        "input_ids": MicroBatches(tokens.split(5, 1)), "labels": MicroBatches(tokens.split(5, 1)),
-        "position_ids": MicroBatches(torch.tensor([positions]) for positions, _ in cuts),
-        "cu_seqlens": MicroBatches(torch.tensor(cut) for _, cut in cuts),
-    }  # fmt: skip
+    documents = packed(tokens, offsets, num_micro_batches=2, labels=tokens, position_ids=True)
     pipe.close()
     pipe = Pipeline(own, num_micro_batches=2, loss_fn=entropy, example_kwargs=documents)
     parts = [
@@ -224,11 +219,11 @@ def collators_dicts():
             tokens[:, 5 * i : 5 * i + 5], tokens[:, 5 * i : 5 * i + 5],
             [{"position_ids": torch.tensor([positions])}, {"cu_seqlens": torch.tensor(cut)}],
         )
-        for i, (positions, cut) in enumerate(cuts)
+        for i, (positions, cut) in enumerate([([0, 1, 2, 0, 1], [0, 3, 5]), ([0, 1, 0, 0, 1], [0, 2, 3, 5])])
     ]  # fmt: skip
     expected = looped(modules, parts, entropy)
     require_same(pipe, own, modules, expected, **documents)
-    refused(lambda: pipe.step(tokens, cu_seqlens=offsets, target=tokens), "offsets of documents")
+    refused(lambda: pipe.step(tokens, cu_seqlens=offsets, target=tokens), "packed(..)")
     pipe.close()
     say("collators_dicts")
 

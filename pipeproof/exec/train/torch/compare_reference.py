@@ -23,7 +23,7 @@ from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.record_layers import to_numpy
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Settings
-from pipeproof.exec.train.torch.step_loss import NUM_ITEMS, StepTerms, detached_metrics, loss_terms
+from pipeproof.exec.train.torch.step_loss import NUM_ITEMS, StepTerms, detached_metrics, divided, loss_terms
 from pipeproof.exec.train.torch.step_runner import StepRunner
 
 NameOf = Callable[[int, str], str]
@@ -148,7 +148,7 @@ class _Runs:
     ) -> None:  # fmt: skip
         self._module, self._args, self._targets, self._kwargs = module, args, targets, kwargs
         self._loss_kwargs, self._settings = loss_kwargs, settings
-        self._is_mean = settings.scale_grads and NUM_ITEMS not in loss_kwargs[0]
+        self._is_mean = settings.averages_losses and NUM_ITEMS not in loss_kwargs[0]
         self._by_order: dict[Order, dict[str, torch.Tensor]] = {}
         self._terms = StepTerms()
         self._exact: dict[str, torch.Tensor] | None = None
@@ -159,18 +159,26 @@ class _Runs:
         total = dict(parts[0])
         for part in parts[1:]:
             total = {name: total[name] + part[name] for name in total}
+        if self._terms.counts:
+            total = {name: divided(gradient, self._count()) for name, gradient in total.items()}
         return total
 
     def loss(self) -> torch.Tensor:
         """The loss of the step."""
         losses = self._terms.in_order()
         total = torch.stack(losses).sum()
+        if self._terms.counts:
+            return divided(total, self._count())
         return total / len(losses) if self._is_mean else total
+
+    def _count(self) -> torch.Tensor:
+        return torch.stack([*self._terms.counts.values()]).sum()
 
     def cancellation(self, name: str, gradient: Array) -> float:
         """Ratio of the largest sum of a gradient's addends' sizes, in float64, to its largest element."""
         sizes = sum(self._of((index,))[name].abs().double() for index in range(len(self._args)))
-        return max(1.0, relative_difference(float(torch.as_tensor(sizes).max()), largest(gradient)))
+        scale = 1 / float(self._count()) if self._terms.counts else 1.0
+        return max(1.0, relative_difference(float(torch.as_tensor(sizes).max()) * scale, largest(gradient)))
 
     def noise(self, name: str, gradient: Array) -> float:
         """The reference's own relative distance from float64: compiled operations round at other places."""
@@ -193,7 +201,7 @@ class _Runs:
                 returned = (
                     output if loss_fn is None else loss_fn(output, self._targets[index], **self._loss_kwargs[index])
                 )
-                terms = loss_terms(detached_metrics(returned), source)
+                terms = loss_terms(detached_metrics(returned), self._settings.normalize, source)
                 self._terms.add(index, terms, source)
                 (terms.loss / len(self._args) if self._is_mean else terms.loss).backward()
             self._by_order[order] = {

@@ -127,13 +127,22 @@ def causal_lm_loss(
     pass the number of labels in the whole step, ``step(.., loss_kwargs={"num_items_in_batch": number})``. Then the
     loss is a sum divided by it, as in transformers.
     """
+    if num_items_in_batch is None:
+        return _cross_entropy(output, labels, "mean")
+    return _cross_entropy(output, labels, "sum") / num_items_in_batch
+
+
+def causal_lm_sum(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum that ``causal_lm_loss`` is a mean of, and the number of its labels: for ``normalize="tokens"``."""
+    return _cross_entropy(output, labels, "sum"), (labels[..., 1:] != -100).sum()
+
+
+def _cross_entropy(output: Any, labels: torch.Tensor, reduction: str) -> torch.Tensor:
     logits = output if isinstance(output, torch.Tensor) else output.logits
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    loss = F.cross_entropy(
-        logits.float().view(-1, logits.shape[-1]), shifted.view(-1).to(logits.device),
-        reduction="mean" if num_items_in_batch is None else "sum",
-    )  # fmt: skip
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    return F.cross_entropy(
+        logits.float().view(-1, logits.shape[-1]), shifted.view(-1).to(logits.device), reduction=reduction
+    )
 
 
 class _Consecutive:

@@ -21,7 +21,7 @@ from pipeproof.exec.train.stage_boundaries import Boundaries
 from pipeproof.exec.train.torch.data_parallel import local_part
 from pipeproof.exec.train.torch.split_backward import GraphSplit, LinearSplit, require_splittable
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
-from pipeproof.exec.train.torch.step_loss import StepTerms, detached_metrics, loss_terms
+from pipeproof.exec.train.torch.step_loss import Normalize, StepTerms, detached_metrics, loss_terms
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes, NotCapturedError
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 
@@ -181,13 +181,14 @@ class ModuleStage:
         loss_fn: LossFunction | None,
         names: Mapping[str, str],
         *,
+        normalize: Normalize = "micro_batches",
         splits: bool,
         check_finite: bool,
         compiler: Compiler | None = None,
         is_sharded: bool = False,
     ) -> None:
         self.module, self._boundaries = module, boundaries
-        self._loss_fn, self._check_finite = loss_fn, check_finite
+        self._loss_fn, self._normalize, self._check_finite = loss_fn, normalize, check_finite
         self.parameters = {names[name]: weight for name, weight in trained(module).items()}
         self._is_last = not boundaries.outputs
         self._splits, self._is_sharded = splits, is_sharded
@@ -300,7 +301,7 @@ class ModuleStage:
             data.outputs[index] = value
             return torch.zeros(())
         source = f"{self._errors.where(index)}: {'the module' if self._loss_fn is None else 'loss_fn'}"
-        terms = loss_terms(detached_metrics(value), source)
+        terms = loss_terms(detached_metrics(value), self._normalize, source)
         data.terms.add(index, terms, source)
         loss = terms.loss
         if data.num_losses > 1:

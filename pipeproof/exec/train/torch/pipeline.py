@@ -33,7 +33,7 @@ from pipeproof.exec.train.torch.start_phases import (
     prove,
 )
 from pipeproof.exec.train.torch.step_inputs import SplitRules
-from pipeproof.exec.train.torch.step_loss import LossOn
+from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes
 
@@ -51,7 +51,7 @@ class Pipeline:
             of each rank.
         num_micro_batches: number of micro-batches in a step.
         loss_fn: ``(output, target, **loss_kwargs) -> scalar``, called on the last stage; None if the last module
-            returns the loss. It may be ``(scalar, metrics)``, with a dict of tensors.
+            returns the loss. It may be ``(scalar, metrics)``, with a dict of tensors, or as ``normalize`` needs.
         example: positional arguments of the first stage for one micro-batch, the same on all ranks, with which
             boundaries are found. Steps may have other sizes.
         example_kwargs: keyword arguments of the stages for one micro-batch, also the same on all ranks. A stage gets
@@ -76,6 +76,9 @@ class Pipeline:
         check_inputs: whether each step compares digests of the arguments that the ranks were given. The host reads all
             of them.
         scale_grads: whether loss and gradients are means over the micro-batches; else they are sums.
+        normalize: ``micro_batches``: as ``scale_grads``. ``tokens``: ``loss_fn`` returns a sum and its count, ``(sum,
+            count)`` or ``(sum, count, metrics)``; loss and gradients are those of the sum over all micro-batches and
+            data ranks, divided by their count.
         loss_on: ``last``: the rank of the last stage gets the loss of a step. ``all``: every rank does, in float32, or
             in float64 if weights are.
         check_finite: whether each output is tested for NaN and infinity, for which the host waits.
@@ -113,6 +116,7 @@ class Pipeline:
         same_kwargs: Sequence[str] = (),
         check_inputs: bool = False,
         scale_grads: bool = True,
+        normalize: Normalize = "micro_batches",
         loss_on: LossOn = "last",
         check_finite: bool = False,
         replay: bool = False,
@@ -124,7 +128,7 @@ class Pipeline:
             plan, schedule, num_micro_batches, loss_fn,
             StepInputs(() if example is None else example, None, example_kwargs or {}, example_stage_kwargs or {}),
             split, compiler, tied, edges or {}, SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs,
-            scale_grads, loss_on, check_finite, replay, overlap, timeout_s, unsafe,
+            scale_grads, normalize, loss_on, check_finite, replay, overlap, timeout_s, unsafe,
         )  # fmt: skip
         ranks = join(group, timeout_s)
         with one_failure(ranks.agreement) as undo:
@@ -199,7 +203,7 @@ class Pipeline:
         gradients of micro-batches and data ranks are added, and not averaged.
 
         Returns the loss of the step where the last stage is, or everywhere with ``loss_on="all"``, else None: the mean
-        over micro-batches, or by ``scale_grads``.
+        over micro-batches, or by ``scale_grads`` and ``normalize``.
 
         Raises:
             PipelineError: a module raised on some rank, or the data does not fit; every rank raises it. With

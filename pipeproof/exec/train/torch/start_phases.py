@@ -46,7 +46,7 @@ from pipeproof.exec.train.torch.stage_edges import Edges, StageEdges
 from pipeproof.exec.train.torch.stage_facts import Examples, StageDescriber
 from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
-from pipeproof.exec.train.torch.step_loss import LossOn
+from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.torch.graph_capture import Compiler
@@ -70,12 +70,18 @@ class Settings:
     rules: SplitRules
     check_inputs: bool
     scale_grads: bool
+    normalize: Normalize
     loss_on: LossOn
     check_finite: bool
     replay: bool
     overlap: bool
     timeout_s: float
     unsafe: bool
+
+    @property
+    def averages_losses(self) -> bool:
+        """True if losses are means over the micro-batches, unless the loss function divides by all labels."""
+        return self.scale_grads and self.normalize == "micro_batches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +302,7 @@ def _request(
         settings.overlap,
     )
     same = (
-        "split", "compiler", "check_inputs", "scale_grads", "loss_on", "replay", "overlap",
+        "split", "compiler", "check_inputs", "scale_grads", "normalize", "loss_on", "replay", "overlap",
         "unsafe",
     )  # fmt: skip
     return {
@@ -316,6 +322,10 @@ def _require_arguments(settings: Settings, stages: Mapping[int, nn.Module]) -> N
         raise PipelineError(f"split is {settings.split!r}: use 'whole', 'linear' or 'graph'")
     if settings.compiler not in ("inductor", "eager"):
         raise PipelineError(f"compiler is {settings.compiler!r}: use 'inductor' or 'eager'")
+    if settings.normalize not in ("micro_batches", "tokens"):
+        raise PipelineError(f"normalize is {settings.normalize!r}: use 'micro_batches' or 'tokens'")
+    if settings.normalize == "tokens" and not settings.scale_grads:
+        raise PipelineError("normalize='tokens' divides sums by their count: leave out scale_grads=False")
     if settings.loss_on not in ("last", "all"):
         raise PipelineError(f"loss_on is {settings.loss_on!r}: use 'last' or 'all'")
     if settings.replay and settings.edges:
@@ -353,6 +363,7 @@ def _module_stages(
         number: ModuleStage(
             number, each.call(), boundaries[number], settings.loss_fn,
             planned.names[number],
+            normalize=settings.normalize,
             splits=settings.split != "whole" and number in splitting, check_finite=settings.check_finite,
             compiler=settings.compiler if settings.split == "graph" else None, is_sharded=each.is_sharded,
         )

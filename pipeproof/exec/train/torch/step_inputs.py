@@ -303,9 +303,11 @@ class _Split:
         fixes = [f"split_dims={{{path!r}: {dim}}} for the rows in dim {dim}" for dim in dims]
         rule, action = "tensors are split along their first dim", f"Pass {self._rows} rows, or write"
         if _is_offsets(path):
-            fixes, rule, action = [], "offsets of documents are not rows", "Write"
+            fixes, rule, action = ["packed(..)"], "offsets of documents are not rows", "Write"
         elif len(dims) > 1 and not dims[0]:
             rule, action = f"dims {dims} may be the rows", "Write"
+        elif shape[0] == 1:
+            fixes.append("packed(..) for documents in one row")
         return PipelineError(
             f"{self._what(path)} has {shape[0]} rows (shape {list(shape)}), {self._has()}; {rule}. "
             f"{action} {', '.join([*fixes, _common_fix(path)])}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
@@ -38,6 +39,8 @@ from pipeproof.exec.train.torch.step_loss import (
     NUM_ITEMS,
     StepLoss,
     StepTerms,
+    divide_gradients,
+    earlier_aside,
     with_tensor_number,
 )
 from pipeproof.exec.train.train_rank import TrainRank
@@ -149,9 +152,16 @@ class StepRunner:
     def step(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> tuple[torch.Tensor | None, StepTerms]:
         """Run or replay forward and backward of all micro-batches; return the loss, and those of micro-batches."""
         inputs = inputs._replace(loss_kwargs=with_tensor_number(inputs.loss_kwargs, self.device))
-        data = self._run(inputs, scaler)
-        terms = self._loss.of_all_copies(data.terms, self.signature.num_micro_batches)
-        loss = self._loss.total(terms, has_share=NUM_ITEMS in inputs.loss_kwargs, is_training=True)
+        by_tokens = self.settings.normalize == "tokens"
+        weights = self.gradients.parameters() if by_tokens else []
+        if by_tokens and isinstance(self.settings.loss_fn, nn.Module):
+            weights += self.settings.loss_fn.parameters()
+        with earlier_aside(weights, copies=self._replays is not None) if by_tokens else nullcontext():
+            data = self._run(inputs, scaler)
+            terms = self._loss.of_all_copies(data.terms, self.signature.num_micro_batches)
+            loss, count = self._loss.total(terms, has_share=NUM_ITEMS in inputs.loss_kwargs, is_training=True)
+            if count is not None:
+                divide_gradients(weights, count / self._num_replicas)
         if scaler is not None and scaler.is_enabled():
             with self.watch.calling("the exchange of overflows"):
                 self.gradients.share_overflow()
@@ -189,7 +199,7 @@ class StepRunner:
             replicas.reshard()
         torch.clear_autocast_cache()  # it may hold casts without a graph
         terms = data.terms if data.outputs else self._loss.of_all_copies(data.terms, signature.num_micro_batches)
-        loss = self._loss.total(terms, has_share=NUM_ITEMS in inputs.loss_kwargs, is_training=False)
+        loss, _ = self._loss.total(terms, has_share=NUM_ITEMS in inputs.loss_kwargs, is_training=False)
         return loss, terms, [data.outputs[index] for index in sorted(data.outputs)]
 
     def _step_loss(self) -> StepLoss:
@@ -198,7 +208,7 @@ class StepRunner:
         holders = plan.holders[-1]
         shared = [each for each in self.world.collectives.values() if each.members == holders]
         return StepLoss(
-            (settings.loss_on == "all", settings.scale_grads),
+            (settings.normalize == "tokens", settings.loss_on == "all", settings.averages_losses),
             shared[0] if last is not None and plan.has_copies else None,
             list if last is None or last.size == 1 else partial(getattr, last, "groups"), self.ranks.script_group,
             self.ranks.global_ranks[holders[0]], self.device,
@@ -291,6 +301,8 @@ class StepRunner:
                 raise PipelineError("this rank has the last stage: pass `target` to step()")
         if is_last:
             self._put_normalization(data, inputs.loss_kwargs, num)
+        if self.settings.normalize == "tokens" and is_training:
+            _require_no_gradient(inputs)
         return data
 
     def _require_same_inputs(self, inputs: StepInputs) -> None:
@@ -310,9 +322,13 @@ class StepRunner:
         settings, has_share = self.settings, NUM_ITEMS in loss_kwargs
         if loss_kwargs and settings.loss_fn is None:
             raise PipelineError("loss_kwargs are for loss_fn, which this Pipeline does not have: pass **kwargs")
+        if has_share and settings.normalize == "tokens":
+            raise PipelineError(
+                f"normalize='tokens' divides by the count that loss_fn returns: leave out {NUM_ITEMS}, or normalize"
+            )
         if has_share:
             data.num_replicas = self._num_replicas
-        elif settings.scale_grads:
+        elif settings.averages_losses:
             data.num_losses = num
 
     def _require_trainable(self, scaler: torch.amp.GradScaler | None, weights: list[nn.Parameter]) -> None:
@@ -361,6 +377,15 @@ class StepRunner:
             return self._missing.unused
 
         self._missing.end_first_step(self.ranks.agreement.gather("first step", unused))
+
+
+def _require_no_gradient(values: Any) -> None:
+    """Refuse tensors of the script whose gradients would be those of the sum."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(values)):
+        raise PipelineError(
+            "normalize='tokens' divides the gradients of the stages' parameters, and an argument of this step requires "
+            f"a gradient: detach it, or divide in loss_fn by {NUM_ITEMS} of loss_kwargs"
+        )
 
 
 def _let_go(replays: weakref.ref[Replays] | None, world: StageWorld) -> None:
