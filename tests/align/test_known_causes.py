@@ -1,5 +1,8 @@
 """Each known cause from values that have it, and from near ones that do not; the bound of rounding; the fast digest."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,13 +13,15 @@ from pipeproof.analysis.align.array_digests import (
     rounding_bound,
 )
 from pipeproof.analysis.align.compare_records import align
-from pipeproof.analysis.align.likely_cause import guess
+from pipeproof.analysis.align.likely_cause import common_factor, guess
 from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.analysis.align.operations import Surroundings, operation_of
 from pipeproof.analysis.align.read_record import Values
 from pipeproof.analysis.align.record_format import Recorded, RecordedStep
 from pipeproof.analysis.align.record_map import Side
 from tests.align.test_record_map import write
+from tests.cli.commands import invoke
+from tests.docs.test_schemas import require_fit
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(4, 4, 8)).astype("f4")
@@ -166,7 +171,7 @@ def test_noise_may_grow_and_a_jump_is_a_difference(tmp_path):
 
 def test_operations():
     x = recorded("block.up", X, side="input")
-    lines = [x, recorded("block.up", X), recorded("block.act", X, side="input"), recorded("block", X),
+    lines = [x, recorded("block.up", X), recorded("block.act", U, side="input"), recorded("block", X),
              recorded("block.up", X, direction="backward", side="input"),
              recorded("block.up", X, direction="backward"),
              recorded("block.up", X, parameter="block.up.weight")]  # fmt: skip
@@ -219,3 +224,103 @@ def test_the_norm_of_large_numbers_is_exact():
     large = np.full(100, 1e30, "f4")
     assert fast_digest(large)[1] == pytest.approx(1e31)
     assert np.isnan(fast_digest(np.full(9, np.nan, "f4"))[1])
+
+
+# --- A factor within the bound of rounding ---
+
+ROWS = RANDOM.normal(size=(16, 64)) * RANDOM.uniform(1, 3, size=(16, 1))
+
+
+def norm_with(epsilon, *, centered=False):
+    rows = ROWS - centered * ROWS.mean(-1, keepdims=True)
+    return (rows / np.sqrt(np.square(rows).mean(-1, keepdims=True) + epsilon)).astype("f4")
+
+
+def factor(a, b, read=None, dtype="float32"):
+    return common_factor(a.astype("f4"), b.astype("f4"), read, dtype)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_an_epsilon_of_a_norm_is_measured(centered):
+    a, b = norm_with(1e-5, centered=centered), norm_with(1e-6, centered=centered)
+    found = factor(a, b, ROWS.astype("f4"))
+    assert (found.cause.family, found.deviation < 0) == ("norm", True)
+    assert "a norm's epsilon that is about 9e-06 larger in A" in found.cause.evidence
+    assert "about 9e-06 smaller in A" in factor(b, a, ROWS.astype("f4")).cause.evidence
+    assert factor(a, b).cause.family == "scale"  # without what it read
+
+
+def test_a_constant_is_a_scale():
+    found = factor(ROWS * (1 - 4.5e-6), ROWS, ROWS.astype("f4"))
+    assert (found.words, found.cause.family) == ("1 - 4.5e-06", "scale")
+
+
+def test_rounding_has_no_factor():
+    noise = 1 + 3e-6 * RANDOM.normal(size=ROWS.shape)
+    of_rows = 1 + 3e-6 * RANDOM.normal(size=(16, 1))
+    assert factor(ROWS * noise, ROWS) is None
+    assert factor(ROWS * of_rows, ROWS) is None  # as a norm's sum of squares, whose error a row has in common
+    assert factor(ROWS * (1 - 3e-7), ROWS) is None  # as a function that one library rounds down
+    assert factor(ROWS * (1 - 4.5e-6), ROWS, dtype="bfloat16") is None
+    assert factor(np.repeat(ROWS[:1], 16, 0) * (1 - 4.5e-6), np.repeat(ROWS[:1], 16, 0)) is None  # one row, 16 times
+    assert factor(ROWS[:7] * (1 - 4.5e-6), ROWS[:7]) is None
+    assert factor(ROWS[0] * (1 - 4.5e-6), ROWS[0]) is None
+    assert factor(ROWS * np.nan, ROWS) is None
+
+
+def test_a_systematic_difference_is_not_called_rounding(tmp_path):
+    def lines(result, read=ROWS):
+        return [("norm:forward:input", read.astype("f4")), ("norm", result)]
+
+    a = write(tmp_path / "a", lines(norm_with(1e-5)))
+    b = write(tmp_path / "b", lines(norm_with(1e-6)))
+    found = align(a, b, Tolerance(rounding=True))
+    assert not found.equal
+    assert (found.tensors.num_differing, found.tensors.systematic[0].layer) == (0, "norm")
+    printed = invoke("state", "align", a, b, "--rounding")
+    assert printed.exit_code == 1
+    assert "within the bound of rounding, but systematic: a common factor of 1 - " in printed.stdout
+    require_fit("align", json.loads(invoke("state", "align", a, b, "--rounding", "--format", "json").stdout))
+    assert align(a, b, Tolerance()).tensors.first.cause.family == "norm"  # bit for bit, not the order of a sum
+    other_input = write(tmp_path / "c", lines(norm_with(1e-6), np.nextafter(ROWS.astype("f4"), 9)))
+    assert align(a, other_input, Tolerance(rounding=True)).equal  # an input that only rounds alike may have made it
+    inner = [("norm.inner:forward:input", ROWS.astype("f4"))]
+    outer = [write(tmp_path / name, inner + lines(norm_with(e))) for name, e in (("d", 1e-5), ("e", 1e-6))]
+    assert align(*outer, Tolerance(rounding=True)).equal  # several operations
+
+
+# --- 16 bits ---
+
+
+def test_16_bits_have_a_bound_of_their_own(tmp_path):
+    assert rounding_bound("bfloat16") == 4 * 2**-7
+    assert rounding_bound("float32") == 64 * 2**-23
+
+    def coarse(x):
+        return ((x.astype("f4").view(np.uint32) + 0x8000) & 0xFFFF0000).view("f4")
+
+    for factor_of_a, family in ((2, "scale"), (1 / 3, "scale")):
+        y = coarse(X)
+        line = replace(recorded("up", y), dtype="bfloat16")
+        assert guess(Values(coarse(y * np.float32(factor_of_a)), {}), Values(y, {}), line, line).family == family
+    near = coarse(X * (1 + 2**-8 * np.sign(U)))
+    line = replace(recorded("up", X), dtype="bfloat16")
+    assert guess(Values(near, {}), Values(coarse(X), {}), line, line).family == "accumulation order"
+
+
+def test_losses_of_16_bit_programs_are_compared(tmp_path):
+    sides = [write(tmp_path / loss, [("up", X)], loss=loss, dtype="bfloat16") for loss in ("1.5", "1.6")]
+    assert not align(*sides, Tolerance(rounding=True)).equal
+    assert align(sides[0], sides[0], Tolerance(rounding=True)).equal
+
+
+def test_a_gradient_is_of_all_readers_of_a_tensor():
+    reads = [recorded(name, X, side="input") for name in ("block", "block.q", "block.k", "other")]
+    others = [recorded("up", U, side="input")]
+    takes = [recorded(name, U, direction="backward", side="input") for name in ("block.q", "block.k")]
+    first = recorded("block.k", V, direction="backward")
+    lines = [*reads, *others, *takes, first]
+    equal = {line.key: True for line in lines}
+    operation = operation_of(first, lines, equal)
+    assert (operation.name, operation.are_inputs_equal) == ("the backward of block.k or block.q or other", True)
+    assert operation_of(first, lines, equal | {takes[0].key: False}).are_inputs_equal is False

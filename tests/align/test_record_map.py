@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from pipeproof.analysis.align.array_digests import fast_digest
+from pipeproof.analysis.align.array_digests import fast_digest, md5_of
 from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.draft_map import draft_map
 from pipeproof.analysis.align.loss_pairs import Tolerance
@@ -24,9 +24,9 @@ X = RANDOM.normal(size=(3, 4, 6)).astype("f4")
 W = RANDOM.normal(size=(6, 6)).astype("f4")
 
 
-def write(directory, tensors, *, rank=0, loss="1.5", values=True, model=None, backend="torch"):
+def write(directory, tensors, *, rank=0, loss="1.5", values=True, model=None, backend="torch", dtype="float32"):
     """A program's record of one step; ``tensors`` are (name or (name, direction, side), array, layout, options)."""
-    header = Header("program", "0", "", backend, "float32", 0, layers=True, values=values, model=model or {})
+    header = Header("program", "0", "", backend, dtype, 0, layers=True, values=values, model=model or {})
     writer = RecordWriter(directory, header, rank)
     lines, kept = [], {}
     for time, (name, array, *others) in enumerate(tensors, 1):
@@ -58,7 +58,7 @@ def write(directory, tensors, *, rank=0, loss="1.5", values=True, model=None, ba
                 **(options or {}),
             )
         )
-    md5 = None if loss is None else "0" * 32
+    md5 = None if loss is None else md5_of(np.asarray(float(loss), "f4"))
     writer.put(RecordedStep(0, loss, md5, tuple(lines)), kept if values else None)
     return directory
 
@@ -193,6 +193,60 @@ def test_a_wrong_map_is_refused_with_its_keys(tmp_path):
     result = invoke("state", "align", tmp_path / "a", tmp_path / "a", "--map", file)
     assert result.exit_code == 2
     assert "PP180" in result.stderr
+
+
+WRONG_NAMES = {
+    "swap_dims: [nothing.*]": ("swap_dims", 1, "nothing.*"),
+    "scale: {nothing: 2}": ("scale", 1, "nothing"),
+    "alone: [up, nothing]": ("alone", 1, "nothing"),
+    "statements:\n- nothing -> up": ("PP181", 2, "nothing"),
+    "statements:\n- up -> nothing": ("PP181", 2, "no module or parameter of B"),
+    "statements:\n- up.wait -> up.weight": ("did you mean `up.weight`", 2, "up.wait"),
+    "scale: {up: 2, 'u*': 3}": ("PP180", 1, "`up` and `u*` match `up`"),
+    "statements:\n- up => up": ("PP180", 2, "unexpected '>'"),
+    "statements:\n- up.weight -> up.a, up.b, up.c, up.d, axis=0\n- up.a, up.b, up.c, up.d -> up.weight, axis=0":
+        ("does not divide by 4", 2, "`up.weight` is 6 along axis 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG_NAMES)
+def test_a_map_that_does_not_fit_is_refused_with_its_line(tmp_path, text):
+    record, file = write(tmp_path / "a", [("up", X), ("up.weight", W)]), tmp_path / "map.yaml"
+    file.write_text(text)
+    what, line, name = WRONG_NAMES[text]
+    result = invoke("state", "align", record, record, "--map", file)
+    assert result.exit_code == 2
+    assert all(part in result.stderr for part in (what, f"map.yaml:{line}:", name)), result.stderr
+
+
+def test_a_map_whose_names_exist_is_used(tmp_path):
+    record, file = write(tmp_path / "a", [("up", X), ("up.weight", W)]), tmp_path / "map.yaml"
+    file.write_text(
+        "alone: [up.w*]\nscale: {main: 1, up: 1}\nstatements:\n"
+        "- up.weight -> half, rest, axis=0\n- half, rest -> up.weight, axis=0\n"
+    )
+    assert invoke("state", "align", record, record, "--map", file).exit_code == 0
+
+
+def test_an_unknown_convention_is_refused(tmp_path):
+    record = write(tmp_path / "a", [("up", X)])
+    result = invoke("state", "align", record, record, "--names-a", "meagtron", "--names-b", "huggingface")
+    assert result.exit_code == 2
+    assert "there is no naming convention `meagtron`" in result.stderr
+
+
+def test_further_inputs_are_compared_only_if_both_sides_have_them_all(tmp_path):
+    """One implementation passes a mask, the other does not: what comes after it has another number."""
+
+    def record(name, *further):
+        inputs = [("block:forward:input", each, None, {"piece": n}) for n, each in enumerate((X, *further))]
+        return write(tmp_path / name, inputs)
+
+    cosines, sines = X + 1, X + 2
+    with_mask = record("mask", W, cosines, sines)
+    result = found(with_mask, record("none", cosines, sines))
+    assert (result.equal, result.tensors.num_compared, result.tensors.num_on_purpose) == (True, 1, 5)
+    assert not found(with_mask, record("other", W, cosines, cosines)).equal
 
 
 def test_a_draft_pairs_by_shape_and_order(tmp_path):

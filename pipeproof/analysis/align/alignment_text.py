@@ -11,6 +11,7 @@ from rich.console import Console
 from pipeproof.analysis.align.array_digests import FAR, is_fast
 from pipeproof.analysis.align.compare_records import Alignment
 from pipeproof.analysis.align.first_difference import TensorAlignment, TensorDifference
+from pipeproof.analysis.align.likely_cause import Cause
 from pipeproof.analysis.align.loss_pairs import LossDifference, Matches
 from pipeproof.analysis.align.record_format import Recorded
 from pipeproof.analysis.align.training_logs import Observed
@@ -25,6 +26,10 @@ def render_alignment(alignment: Alignment, console: Console) -> None:
         console.print(f"[bold green]equal[/]{' within rounding' if _num_rounding(alignment) else ': bit for bit'}")
     elif alignment.equal:
         console.print(f"[bold green]equal[/]{asked}")
+    elif alignment.tensors and alignment.tensors.systematic and alignment.tensors.num_differing == 0:
+        tensor, factor = alignment.tensors.systematic
+        words = f"a common factor of {factor.words} at {tensor.title}"
+        console.print(f"[bold red]within the bound of rounding, but systematic[/]: {words}", soft_wrap=True)
     else:
         console.print(f"[bold red]different[/]{asked}")
 
@@ -96,6 +101,10 @@ def _tensors(tensors: TensorAlignment) -> Iterator[str]:
             f"; and {len(always) - _MOST_KINDS} more" * (len(always) > _MOST_KINDS)
         )
         yield f"equal bits in step {tensors.first_step}: {shown or 'none'}"
+    if tensors.systematic:
+        tensor, factor = tensors.systematic
+        yield f"systematic, of inputs with equal bits: step {tensor.step}, {tensor.title}"
+        yield f"  cause, a guess: {factor.cause.family}: {factor.cause.evidence}"
     first = tensors.first
     if first is None:
         return
@@ -197,6 +206,14 @@ def _tensors_json(tensors: TensorAlignment) -> dict[str, Any]:
         "on_purpose": tensors.num_on_purpose,
         "by_rounding": tensors.num_rounding,
         "equal_bits": [kind for kind in tensors.with_equal_bits if kind not in tensors.with_other_bits],
+        "systematic": None
+        if tensors.systematic is None
+        else {
+            "step": tensors.systematic[0].step,
+            "tensor": _name_json(tensors.systematic[0]),
+            "deviation": tensors.systematic[1].deviation,
+            "cause": _cause_json(tensors.systematic[1].cause),
+        },
         "first_difference": None if tensors.first is None else _difference_json(tensors.first),
         "last_equal_before": None if tensors.before is None else _name_json(tensors.before),
     }
@@ -218,8 +235,12 @@ def _difference_json(difference: TensorDifference) -> dict[str, Any]:
         else {"name": made.name, "are_inputs_equal": made.are_inputs_equal},
         "handed_on": difference.handed_on,
         "weights": {"equal": list(difference.weights.equal), "different": list(difference.weights.different)},
-        "cause": {"family": difference.cause.family.value, "evidence": difference.cause.evidence},
+        "cause": _cause_json(difference.cause),
     }
+
+
+def _cause_json(cause: Cause) -> dict[str, str]:
+    return {"family": cause.family.value, "evidence": cause.evidence}
 
 
 def _name_json(tensor: Recorded) -> dict[str, Any]:

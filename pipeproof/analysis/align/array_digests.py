@@ -165,11 +165,15 @@ ROUNDINGS = 64
 """Roundoffs of the largest element within which a difference is taken for rounding."""
 _GROWTH = 32
 """By how much an operation may enlarge the relative rounding of what it reads."""
+_COARSE = 4, 8
+"""Both for types of 16 bits and less: sums are in float32 and rounded once, and larger bounds would hide all faults."""
 
 
 def rounding_bound(dtype: str, noise: float = 0.0) -> float:
     """The relative distance that rounding can make, where earlier tensors are ``noise`` apart by rounding."""
-    return ROUNDINGS * eps_of(dtype) + _GROWTH * noise
+    eps = eps_of(dtype)
+    roundings, growth = _COARSE if eps > eps_of("float32") else (ROUNDINGS, _GROWTH)
+    return roundings * eps + growth * noise
 
 
 @dataclass(frozen=True, slots=True)

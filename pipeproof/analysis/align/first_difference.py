@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -19,11 +20,19 @@ from pipeproof.analysis.align.array_digests import (
     rounding_bound,
     ulps_between,
 )
-from pipeproof.analysis.align.likely_cause import Cause, Family, guess, guess_from_norms, missing_reduction
+from pipeproof.analysis.align.likely_cause import (
+    Cause,
+    CommonFactor,
+    Family,
+    common_factor,
+    guess,
+    guess_from_norms,
+    missing_reduction,
+)
 from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.analysis.align.operations import Operation, Surroundings, operation_of
 from pipeproof.analysis.align.read_record import Record, Values
-from pipeproof.analysis.align.record_format import Recorded, RecordedStep
+from pipeproof.analysis.align.record_format import WHOLE, Recorded, RecordedStep
 from pipeproof.analysis.align.record_map import Pair, RecordMap
 
 # --- Evidence of the tensors around the first difference: its producer, and the correct outputs of its layer ---
@@ -142,11 +151,13 @@ class TensorAlignment:
     with_equal_bits: dict[str, None] = field(default_factory=dict)
     """Kinds of tensors (such as a layer's outputs), in order, of which some have equal bits in the first step."""
     with_other_bits: dict[str, None] = field(default_factory=dict)
+    systematic: tuple[Recorded, CommonFactor] | None = None
+    """The first tensor within the bound of rounding whose difference has a direction."""
 
     @property
     def equal(self) -> bool:
-        """True if both have the same tensors, and they are equal."""
-        return not (self.num_differing or self.only_a or self.only_b)
+        """True if both have the same tensors, and they are equal, without a systematic difference."""
+        return not (self.num_differing or self.only_a or self.only_b or self.systematic)
 
 
 def paired_steps(
@@ -231,6 +242,8 @@ class TensorComparison:
             alignment.first_step, tensor = a.step, each.pair[1].recorded
             names = alignment.with_equal_bits if each.verdict is Verdict.EQUAL_BITS else alignment.with_other_bits
             names.setdefault(tensor.kind, None)
+        if alignment.first_step == a.step and self._tolerance.rounding:  # later, weights are equal within rounding
+            alignment.systematic = _systematic(checked)
         if differing:
             if not alignment.differing_steps:
                 alignment.num_in_first_step, alignment.compared_in_first_step = len(differing), len(checked)
@@ -283,6 +296,8 @@ class TensorComparison:
         if self._is_program:
             operation = operation_of(first.pair[1].recorded, [each.pair[1].recorded for each in checked], is_equal)
             cause = difference.cause
+            if cause.family is Family.ACCUMULATION_ORDER and (factor := _factor(first, _inputs_of_calls(checked))):
+                cause = factor.cause
             if cause.family is Family.UNKNOWN and operation.are_inputs_equal:
                 cause = Cause(Family.COMPUTATION, f"the inputs are equal, and the result is not; {cause.evidence}")
             if cause.family is Family.SCALE and difference.a.parameter:
@@ -345,6 +360,42 @@ class TensorComparison:
             apart = guess(Values(p, {}), Values(q, {}), a, b)
             cause = missing_reduction(x, y) or Cause(apart.family, f"on rank {rank}: {apart.evidence}")
         return replace(blank, ulps=max_ulps(p, q), relative=max_relative(p, q), place=_place(p, q), cause=cause)
+
+
+def _inputs_of_calls(checked: Sequence[CheckedPair]) -> Mapping[tuple[str, int], list[CheckedPair]]:
+    """What each module without inner ones reads, by layer and micro-batch."""
+    layers = {each.pair[1].recorded.layer for each in checked}
+    outer = {name[: dot.start()] for name in layers for dot in re.finditer(r"\.", name)}
+    calls: dict[tuple[str, int], list[CheckedPair]] = {}
+    for each in checked:
+        tensor = each.pair[1].recorded
+        is_read = not tensor.parameter and (tensor.direction, tensor.side) == ("forward", "input")
+        if is_read and tensor.layer not in outer and (tensor.layer != WHOLE or len(layers) == 1):
+            calls.setdefault((tensor.layer, tensor.micro_batch), []).append(each)
+    return calls
+
+
+def _factor(each: CheckedPair, calls: Mapping[tuple[str, int], Sequence[CheckedPair]]) -> CommonFactor | None:
+    """The common factor of what a module makes of inputs with equal bits.
+
+    Forward only: a gradient is that of all readers of a tensor.
+    """
+    tensor = each.pair[1].recorded
+    reads = calls.get((tensor.layer, tensor.micro_batch), ())
+    is_made = not tensor.parameter and (tensor.direction, tensor.side) == ("forward", "output")
+    if not is_made or not reads or any(read.verdict is not Verdict.EQUAL_BITS for read in reads):
+        return None
+    x, y, read = (side.values() for side in (*each.pair, reads[0].pair[1]))
+    if x is None or y is None:
+        return None
+    return common_factor(x.whole, y.whole, None if read is None else read.whole, tensor.dtype)
+
+
+def _systematic(checked: Sequence[CheckedPair]) -> tuple[Recorded, CommonFactor] | None:
+    calls = _inputs_of_calls(checked)
+    rounded = [each for each in checked if each.verdict is Verdict.ROUNDING]
+    factors = ((each.pair[1].recorded, _factor(each, calls)) for each in rounded)
+    return next(((tensor, factor) for tensor, factor in factors if factor is not None), None)
 
 
 def _by_optimizer(difference: TensorDifference) -> TensorDifference:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pipeproof.analysis.align.array_digests import FAR, max_relative, max_ulps
+from pipeproof.analysis.align.record_format import WIDE
 from pipeproof.analysis.align.training_logs import Observed
 
 Key: TypeAlias = tuple[int, str, str, int, int]
@@ -177,4 +178,5 @@ def _distance(a: Observed, b: Observed, dtype: str) -> tuple[int | None, float |
         return None, None
     with np.errstate(over="ignore"):
         x, y = (np.asarray([float(value)]) for value in (a.value, b.value))
-        return max_ulps(x.astype(dtype), y.astype(dtype)), max_relative(x, y)
+        wide = WIDE.get(dtype, dtype)
+        return max_ulps(x.astype(wide), y.astype(wide)), max_relative(x, y)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeproof.analysis.align.array_digests import Array
-from pipeproof.analysis.align.record_format import Recorded, RecordedStep
+from pipeproof.analysis.align.record_format import WHOLE, Recorded, RecordedStep
 from pipeproof.analysis.align.record_map import Pair
 
 
@@ -28,17 +28,22 @@ def operation_of(first: Recorded, recorded: Sequence[Recorded], is_equal: Mappin
         reads = [replace(t, parameter="").key for t in recorded if not t.parameter and t.layer == first.layer
                  and t.side == "input"]  # fmt: skip
         return Operation(f"the gradient of the weights of {layer}, or what is done to it later", _all(reads, is_equal))
-    same_call = [t for t in recorded if (t.layer, t.micro_batch) == (first.layer, first.micro_batch)]
     if first.side == "output":
-        reads = [t.key for t in same_call if not t.parameter and t.direction == first.direction and t.side == "input"]
-        inner = [t.layer for t in recorded if t.layer.startswith(f"{first.layer}.") or first.layer == _WHOLE != t.layer]
-        what = f"{layer}" if first.direction == "forward" else f"the backward of {layer}"
+        readers = [first.layer] if first.direction == "forward" else _readers(first, recorded)
+        reads = [
+            t.key for t in recorded
+            if (t.parameter, t.direction, t.side, t.micro_batch) == ("", first.direction, "input", first.micro_batch)
+            and t.layer in readers
+        ]  # fmt: skip
+        inner = [t.layer for t in recorded if t.layer.startswith(f"{first.layer}.") or first.layer == WHOLE != t.layer]
+        shown = " or ".join(readers[:_MOST_READERS]) + " or others that read its input" * (len(readers) > _MOST_READERS)
+        what = layer if first.direction == "forward" else f"the backward of {shown}"
         own = ", in its own code, after the modules in it" if inner and first.direction == "forward" else ""
         return Operation(f"{what}{own}", _all(reads, is_equal))
     parent = first.layer.rpartition(".")[0]
     while parent and not any(t.layer == parent for t in recorded):  # a list of modules is never called
         parent = parent.rpartition(".")[0]
-    parent = parent or _WHOLE
+    parent = parent or WHOLE
     if first.direction == "forward":
         return Operation(f"the code of {parent} before it calls {layer}", _before(first, recorded, is_equal))
     return Operation(
@@ -46,7 +51,19 @@ def operation_of(first: Recorded, recorded: Sequence[Recorded], is_equal: Mappin
     )
 
 
-_WHOLE = "whole"
+_MOST_READERS = 3
+
+
+def _readers(first: Recorded, recorded: Sequence[Recorded]) -> list[str]:
+    """Modules that read the tensor that a module reads: its gradient is the sum of theirs."""
+    reads = [t for t in recorded if not t.parameter and (t.direction, t.side) == ("forward", "input")
+             and t.micro_batch == first.micro_batch]  # fmt: skip
+    mine = next((t for t in reads if (t.layer, t.piece) == (first.layer, first.piece)), None)
+    if mine is None or not mine.md5:
+        return [first.layer]
+    others = (t.layer for t in reads if (t.md5, t.shape) == (mine.md5, mine.shape))
+    return [first.layer, *(name for name in dict.fromkeys(others)
+                           if name not in (first.layer, WHOLE) and not first.layer.startswith(f"{name}."))]  # fmt: skip
 
 
 def _all(keys: Sequence[str], is_equal: Mapping[str, bool]) -> bool | None:

@@ -37,6 +37,8 @@ class AlignmentError(ValueError):
 
 FORMAT = 1
 RECORD_FILE = "record.jsonl"
+WHOLE = "whole"
+"""Name of a recorded model itself."""
 WIDE = {
     "bfloat16": "float32",
     "float16": "float32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -12,22 +13,24 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from pipeproof.analysis.align.array_digests import Array
 from pipeproof.analysis.align.read_record import Record, Values
 from pipeproof.analysis.align.record_format import AlignmentError, Recorded, RecordedStep
-from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
+from pipeproof.diagnostics.finding import Finding, Location
+from pipeproof.diagnostics.source import SourceMap, UnreadableTextError, read_utf8
 from pipeproof.diagnostics.yaml_tree import parse_text, read_model
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.aoa.aoa_engine import program_map
-from pipeproof.state.aoa.expand import NameList
-from pipeproof.state.aoa.read_statements import read_statements
+from pipeproof.state.aoa.expand import NameList, nearest
+from pipeproof.state.aoa.read_statements import Locator, in_scalar, parse_statement, read_statements
 from pipeproof.state.aoa.statements import Name, Program, Statement
 from pipeproof.state.aoa.tensor_families import TensorMeta
 from pipeproof.state.names.convention_maps import statements_between
+from pipeproof.state.names.convention_tables import require_convention
 from pipeproof.state.regions import whole_region
-from pipeproof.state.state_codes import UNREADABLE, AoaError, NoNamesError
+from pipeproof.state.state_codes import UNKNOWN_TENSOR, UNREADABLE, AoaError, NoNamesError
 from pipeproof.state.tensor_map import TensorMap
 
 _MAX_BYTES = 2**20
@@ -48,6 +51,25 @@ class MapFile(BaseModel):
     """Factors of A's numbers by pattern, of parameters, modules or ``main``, the losses."""
     alone: tuple[str, ...] = ()
     """Patterns of modules and parameters of either side that have no partner on purpose."""
+    _source: SourceMap | None = PrivateAttr(None)
+
+    def location(self, *path: str | int) -> Location | None:
+        """Line of a key or an entry; None for a map that was not read from a file."""
+        return None if self._source is None else self._source.locate(path)
+
+    def program(self) -> Iterator[Statement]:
+        """Parse the statements.
+
+        Raises:
+            AoaError: PP180, one cannot be read.
+        """
+        source = self._source
+        for number, text in enumerate(self.statements):
+            location = self.location("statements", number)
+            in_text: Locator = Location("", number + 1).part
+            yield parse_statement(
+                text, in_text if source is None or location is None else in_scalar(source, location, text)
+            )
 
 
 def read_map(path: Path) -> MapFile:
@@ -64,6 +86,7 @@ def read_map(path: Path) -> MapFile:
     map_file = read_model(tree, MapFile, "a map", lambda message, at: UNREADABLE.finding(message, at, fix))
     if isinstance(map_file, list):
         raise AoaError(*map_file)
+    map_file._source = tree.source  # noqa: SLF001 - where its keys are
     return map_file
 
 
@@ -107,19 +130,20 @@ class RecordMap:
         file: a person's map.
 
     Raises:
-        AlignmentError: a convention does not have such a model, or its sizes are unknown.
+        AlignmentError: a convention is unknown, or does not have such a model, or its sizes are unknown.
         AoaError: PP180, a statement cannot be read.
     """
 
     def __init__(self, a: Record, b: Record, names: tuple[str, str] | None = None, file: MapFile | None = None) -> None:
         self._a, self._b, self._file = a, b, file or MapFile()
         statements = [] if names is None else [*convention_statements(a, b, names, self._file.model)]
-        statements += self._file.statements
-        self._weights = read_statements("\n".join(statements), "")
+        conventions = read_statements("\n".join(statements), "").statements
+        self._weights = Program((*conventions, *self._file.program()))
         self._modules = Program(tuple(_of_modules(self._weights)))
         self._maps: dict[Any, Mapping[str, TensorMap]] = {}
         self._alone: set[tuple[str, str]] = set()
         """(``A`` or ``B``, module) of inputs that another one with the same tensor stands for."""
+        self._is_checked = False
 
     def paired(self, a: RecordedStep, b: RecordedStep, is_compared: Callable[[Recorded], bool]) -> Pairs:
         """Partners of a step's tensors.
@@ -127,14 +151,19 @@ class RecordMap:
         Raises:
             AoaError: a statement does not fit the tensors.
         """
+        if not self._is_checked:
+            self._require_names(a, b)
+            self._is_checked = True
         ours = self._mapped([t for t in a.tensors if is_compared(t)])
         theirs = {t.key: t for t in b.tensors if is_compared(t)}
+        calls = [Counter(map(_call, each)) for each in ((side.recorded for side in ours), theirs.values())]
         pairs, lonely = list[Pair](), list[Recorded]()
         for side in ours:
             partner = theirs.get(side.recorded.key)
             pair = None if partner is None else self._fitted(side, _of_record(self._b, partner))
-            is_further = side.recorded.piece and (self._weights.statements or pair is None or not _is_one_form(*pair))
-            if pair is None or is_further:
+            call = _call(side.recorded)
+            is_one_call = not self._weights.statements and calls[0][call] == calls[1][call]  # else one may have a mask
+            if pair is None or (side.recorded.piece and not (is_one_call and _is_one_form(*pair))):
                 lonely.append(side.recorded)
             else:
                 pairs.append(pair)
@@ -143,6 +172,38 @@ class RecordMap:
         only_a = [t for t in lonely if not self._is_alone(t, "A", keys)]
         only_b = [t for t in theirs.values() if not self._is_alone(t, "B", keys)]
         return Pairs(pairs, only_a, only_b, len(lonely) - len(only_a) + len(theirs) - len(only_b))
+
+    def _require_names(self, a: RecordedStep, b: RecordedStep) -> None:
+        """Raise unless every pattern and statement of a person's map names a tensor.
+
+        Raises:
+            AoaError: PP180, two patterns scale one tensor; PP181, a name of the map is in neither record.
+        """
+        names = [
+            dict.fromkeys(name for t in step.tensors for name in (t.parameter, t.layer) if name) for step in (a, b)
+        ]
+        either = {**names[0], **names[1]}
+        file, findings = self._file, list[Finding]()
+        scaled = [(key, name) for key in file.scale for name in ("main", *names[0]) if fnmatchcase(name, key)]
+        patterns: list[tuple[str, str | int, str, Mapping[str, None], str]] = [
+            *(("swap_dims", i, pattern, names[0], "A") for i, pattern in enumerate(file.swap_dims)),
+            *(("scale", key, key, {**names[0], "main": None}, "A") for key in file.scale),
+            *(("alone", i, pattern, either, "A or B") for i, pattern in enumerate(file.alone)),
+        ]
+        for key, index, pattern, candidates, side in patterns:
+            if not any(fnmatchcase(name, pattern) for name in candidates):
+                findings.append(_unknown(f"`{key}`: `{pattern}`", side, pattern, candidates, file.location(key, index)))
+        name, count = max(Counter(name for _, name in scaled).items(), key=lambda each: each[1], default=("", 0))
+        if count > 1:
+            keys = " and ".join(f"`{key}`" for key, each in scaled if each == name)
+            fix = "write patterns of which one matches"
+            findings.append(UNREADABLE.finding(f"`scale`: {keys} match `{name}`", file.location("scale"), fix))
+        statements = [*file.program()]
+        left = [name for statement in statements for name in statement.left]
+        right = [name for statement in statements for name in statement.right]
+        findings += [*_unknown_names("A", left, right, names[0]), *_unknown_names("B", right, left, names[1])]
+        if findings:
+            raise AoaError(*findings)
 
     def loss_factor(self) -> Fraction:
         """Factor of A's losses."""
@@ -168,8 +229,9 @@ class RecordMap:
             group = ("",) if tensor.parameter else (tensor.direction, tensor.side, tensor.micro_batch, tensor.piece)
             groups.setdefault(group, {})[tensor.parameter or tensor.layer] = tensor
         order = {id(tensor): position for position, tensor in enumerate(tensors)}
+        weights_first = sorted(groups.items(), key=lambda each: len(each[0]))  # what does not fit has a person's names
         sides = [
-            (order[id(last)], side) for group, named in groups.items() for last, side in self._of_group(group, named)
+            (order[id(last)], side) for group, named in weights_first for last, side in self._of_group(group, named)
         ]
         return [side for _, side in sorted(sides, key=lambda each: each[0])]
 
@@ -251,6 +313,28 @@ class RecordMap:
             is_matrix = turned and a.recorded.shape[::-1] == b.recorded.shape and len(b.recorded.shape) == 2
             return (_swapped(a, "transposed") if is_matrix else a), b
         return _fitted_to(a, b.recorded) if a.recorded.shape != b.recorded.shape else a, b
+
+
+def _unknown_names(
+    side: str, written: Iterable[Name], others: Iterable[Name], names: Mapping[str, None]
+) -> Iterator[Finding]:
+    """Names of statements that a side does not have, and that are not those of an intermediate tensor."""
+    listed, intermediate = NameList(names), {name.text for name in others}
+    for name in written:
+        forms = name, Name(_module(name.text))
+        if not (name.is_nothing or name.text in intermediate or any(map(listed.ids_of, forms))):
+            yield _unknown(f"`{name.text}`", side, name.text, names, name.location)
+
+
+def _unknown(what: str, side: str, name: str, candidates: Iterable[str], location: Location | None) -> Finding:
+    near = nearest(name, candidates)
+    fix = f"did you mean `{near}`?" if near else "names are those of `state align --draft`, and of a record's lines"
+    return UNKNOWN_TENSOR.finding(f"{what} is no module or parameter of {side} in the first step", location, fix)
+
+
+def _call(tensor: Recorded) -> tuple[str, ...]:
+    """What all tensors have in common that a module reads, or makes, in one call."""
+    return tensor.parameter, tensor.layer, tensor.direction, tensor.side, str(tensor.micro_batch)
 
 
 def _renamed(tensor: Recorded, name: str) -> Recorded:
@@ -354,7 +438,7 @@ def _of_modules(weights: Program) -> Iterator[Statement]:
         made |= {n.text for n in right}
         is_cut = len(left) > 1 or len(right) > 1
         axis = _LAST if is_cut and (statement.fused is not None or statement.axis is not None) else None
-        yield Statement(tuple(left), tuple(right), axis, fused=statement.fused)
+        yield Statement(tuple(left), tuple(right), axis, fused=statement.fused, location=statement.location)
         mine, theirs = left[0].text, right[0].text
         are_modules = mine != statement.left[0].text and theirs != statement.right[0].text
         while are_modules and not is_cut and _LAYER in _parent(mine) and _LAYER in _parent(theirs):
@@ -397,8 +481,13 @@ def convention_statements(a: Record, b: Record, names: tuple[str, str], declared
     """Statements between two conventions for the model that records show, with ``declared`` keys of a plan's model.
 
     Raises:
-        AlignmentError: the records do not show the model, or a convention does not have it.
+        AlignmentError: the records do not show the model, or a convention is unknown or does not have it.
     """
+    try:
+        for name in names:
+            require_convention(name)
+    except NoNamesError as error:
+        raise AlignmentError(f"{error}; {error.findings[0].help}") from error
     model = _model_of(a, b, declared)
     local = [
         (f"{mine}.{kind}", f"{theirs}{kind}") for kind in ("weight", "bias") for mine, theirs in _LOCAL_MEGATRON.items()

@@ -21,6 +21,7 @@ import numpy as np
 from pipeproof.analysis.align.array_digests import Array, fast_digest, md5_of
 from pipeproof.analysis.align.record_format import (
     DECIMALS,
+    WHOLE,
     Header,
     Index,
     Layout,
@@ -32,9 +33,6 @@ from pipeproof.analysis.align.record_format import (
 )
 from pipeproof.exec.compare.run_record import RecordWriter
 from pipeproof.version import __version__
-
-WHOLE = "whole"
-"""Name of a recorded model itself."""
 
 
 class Tensors(Protocol):

@@ -355,10 +355,10 @@ def _from_config(text: str, file: str) -> Iterator[tuple[str, Locator]]:
         fix = f"write `{KEY}: ['A -> B']`"
         raise AoaError(UNREADABLE.finding(message, tree.source.locate((KEY,)), fix))
     for number, line in enumerate(lines):
-        yield line, _in_scalar(tree.source, tree.source.values[(KEY, number)], line)
+        yield line, in_scalar(tree.source, tree.source.values[(KEY, number)], line)
 
 
-def _in_scalar(source: SourceMap, location: Location, text: str) -> Locator:
+def in_scalar(source: SourceMap, location: Location, text: str) -> Locator:
     """Return the locator for a YAML string, which may be quoted and have escapes."""
     column = source.lines[location.line - 1].find(text, location.column - 1)
     if column < 0:

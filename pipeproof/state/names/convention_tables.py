@@ -179,9 +179,7 @@ def convention_of(name: str, model: ModelSpec) -> Convention:
     Raises:
         NoNamesError: PP928, the convention is unknown, or has no names for a part of the model.
     """
-    if name not in _MAKERS:
-        choices = ", ".join((OWN_NAMES, *_MAKERS))
-        raise NoNamesError(f"there is no naming convention `{name}`", f"known are {choices}")
+    require_convention(name)
     reason = _refusal(name, model)
     if reason is not None:
         raise NoNamesError(
@@ -189,6 +187,17 @@ def convention_of(name: str, model: ModelSpec) -> Convention:
             "leave `--names` away: under pipeproof's own names every model can be kept",
         )
     return _MAKERS[name](model)
+
+
+def require_convention(name: str) -> None:
+    """Raise unless a convention is known.
+
+    Raises:
+        NoNamesError: PP928, it is not.
+    """
+    if name not in _MAKERS:
+        choices = ", ".join((OWN_NAMES, *_MAKERS))
+        raise NoNamesError(f"there is no naming convention `{name}`", f"known are {choices}")
 
 
 def _refusal(name: str, model: ModelSpec) -> str | None:

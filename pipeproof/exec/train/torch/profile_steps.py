@@ -15,10 +15,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from pipeproof.analysis.align.array_digests import fast_digest, md5_of
-from pipeproof.analysis.align.record_format import DECIMALS, Header, Recorded, RecordedStep, Shard
+from pipeproof.analysis.align.record_format import DECIMALS, WHOLE, Header, Recorded, RecordedStep, Shard
 from pipeproof.atomic_write import write_json
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.compare.layer_recorder import WHOLE
 from pipeproof.exec.compare.run_record import RecordWriter
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.monitor.plan_ring import RingChannels
