@@ -16,17 +16,18 @@ test: $(VENV)/.dev           ## the tests that take minutes, with the CPU Paddle
 
 test-all: test test-rest test-browser fuzz    ## every test; Debian's Chromium and PyTorch are installed for it
 
-REST ?= slow or many_examples or needs_torch
 test-rest: $(VENV)/.torch    ## what `make test` leaves out, with all examples of property tests; without the browser
 	$(BIN)/python -c 'import torch'    # or the tests that need it would be skipped
-	$(PYTEST) -m '($(REST)) and not needs_browser' $(REST_OPTIONS)
+	$(PYTEST) -m '(slow or many_examples or needs_torch) and not needs_browser'
 
 fuzz: $(VENV)/.dev           ## five minutes of mutants of every file that is read; those not handled are kept as seeds
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds 300 --seed $$(date +%s)
 
+# The other files need not be collected, which takes a minute.
+TORCH ?= needs_torch
 test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch cannot be imported
 	$(BIN)/python -c 'import torch'
-	$(PYTEST) -m needs_torch $$(grep -rl needs_torch tests --include='test_*.py')    # others need not be collected
+	$(PYTEST) -m '$(TORCH) and not needs_browser' $(filter-out $(TORCH_WITHOUT),$(shell grep -rl needs_torch tests --include='test_*.py'))
 
 browser:                     ## Chromium and its driver, from Debian's packages where they are missing; needs root for that
 	command -v chromium && command -v chromedriver || \
