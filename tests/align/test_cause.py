@@ -71,6 +71,9 @@ def test_ranks_that_hold_addends():
     found = cause(addends[0], total, {1: addends[1], 2: addends[2]})
     assert found.family is Family.MISSING_REDUCTION
     assert "3 ranks of A hold different tensors; their sum is B's" in found.evidence
+    of_mean = cause(addends[0], total / 3, {1: addends[1], 2: addends[2]})  # as data parallelism reduces
+    assert "3 ranks of A hold different tensors; their mean is B's" in of_mean.evidence
+    assert cause(addends[0], total / 2, {1: addends[1], 2: addends[2]}).family is Family.UNKNOWN
 
 
 def test_groups_of_ranks_that_hold_addends_and_have_summed_over_another_axis():

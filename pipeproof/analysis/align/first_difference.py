@@ -363,7 +363,7 @@ class TensorComparison:
 
 
 def _inputs_of_calls(checked: Sequence[CheckedPair]) -> Mapping[tuple[str, int], list[CheckedPair]]:
-    """What each module without inner ones reads, by layer and micro-batch."""
+    """Inputs of each module without inner ones, by layer and micro-batch."""
     layers = {each.pair[1].recorded.layer for each in checked}
     outer = {name[: dot.start()] for name in layers for dot in re.finditer(r"\.", name)}
     calls: dict[tuple[str, int], list[CheckedPair]] = {}

@@ -116,11 +116,10 @@ def _addends(parts: Values, total: Values, side: str) -> Cause | None:
     distinct = list({part.tobytes(): part for part in everyone}.values())
     for addends, who in ((everyone, "ranks"), (distinct, "groups of ranks")):  # groups have reduced over other axes
         summed = np.add.reduce([parts.whole, *addends], axis=0, dtype=np.float64)
-        if max_relative(summed, total.whole) <= ROUNDINGS * _eps(total.whole):
-            return Cause(
-                Family.MISSING_REDUCTION,
-                f"{1 + len(addends)} {who} of {side} hold different tensors; their sum is {other}'s to within rounding",
-            )
+        for words, whole in (("sum", summed), ("mean", summed / (1 + len(addends)))):
+            if max_relative(whole, total.whole) <= ROUNDINGS * _eps(total.whole):
+                evidence = f"{1 + len(addends)} {who} of {side} hold different tensors; their {words} is {other}'s"
+                return Cause(Family.MISSING_REDUCTION, f"{evidence} to within rounding")
     return None
 
 
@@ -313,7 +312,7 @@ def common_factor(a: Array, b: Array, read: Array | None, dtype: str) -> CommonF
 
 
 def _standard_errors(sample: Array) -> float:
-    """How many standard errors the mean is from zero."""
+    """Distance of the mean from zero in standard errors."""
     error = float(sample.std(ddof=1)) / math.sqrt(len(sample))
     return abs(float(sample.mean())) / error if error > 0.0 else math.inf
 

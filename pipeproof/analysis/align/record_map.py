@@ -333,7 +333,7 @@ def _unknown(what: str, side: str, name: str, candidates: Iterable[str], locatio
 
 
 def _call(tensor: Recorded) -> tuple[str, ...]:
-    """What all tensors have in common that a module reads, or makes, in one call."""
+    """The part of a key that all tensors of one side of a call share."""
     return tensor.parameter, tensor.layer, tensor.direction, tensor.side, str(tensor.micro_batch)
 
 
