@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
+from pipeproof.schedule.columns import Row
+from pipeproof.schedule.op_table import build_graph
+from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
 from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
@@ -122,22 +124,23 @@ def test_the_path_fills_the_makespan_and_bubbles_fill_what_work_leaves(data):
         timeline = simulate(lowered, backend).timeline
     except SimulationError:
         assume(False)
-    for relations in (Relations(timeline, lowered.graph), Relations(timeline)):
-        assert_path_is_tight(timeline, relations, lowered.spec.cost.p2p_latency_us)
-        assert_causes_are_the_path(relations)
-        idles = idle_times(relations, len(timeline.ranks))
-        assert Cause.OTHER not in {idle.cause for idle in idles}
-        for rank in range(len(timeline.ranks)):
-            mine = [idle for idle in idles if idle.rank == rank]
-            assert all(one.end <= after.start for one, after in pairwise(mine))
-            assert sum(timeline.us(i.end - i.start) for i in mine) == timeline.makespan_us - timeline.busy_us(rank)
+    relations = Relations(timeline, lowered.graph)
+    assert_path_is_tight(timeline, relations, lowered.spec.cost.p2p_latency_us)
+    assert_causes_are_the_path(relations)
+    idles = idle_times(relations, len(timeline.ranks))
+    assert Cause.OTHER not in {idle.cause for idle in idles}
+    for rank in range(len(timeline.ranks)):
+        mine = [idle for idle in idles if idle.rank == rank]
+        assert all(one.end <= after.start for one, after in pairwise(mine))
+        assert sum(timeline.us(i.end - i.start) for i in mine) == timeline.makespan_us - timeline.busy_us(rank)
 
 
 def test_the_path_and_the_bubbles_of_a_plan_by_hand():
     """One micro-batch on two ranks: rank 0 waits for the backward that its own first forward leads to."""
     plan = plan_from_dict(SMALL)
-    timeline = simulate(lower(plan.spec)).timeline
-    relations = Relations(timeline)
+    lowered = lower(plan.spec)
+    timeline = simulate(lowered).timeline
+    relations = Relations(timeline, lowered.graph)
     parts = [part for part in critical_path(relations) if part.end > part.begin]
     told = [(relations.spans[p.span].op, int(p.begin), int(p.end), p.source is not None) for p in parts]
     assert told == [
@@ -199,7 +202,6 @@ def test_messages_and_collectives_have_the_bytes_that_the_graph_says(make_plan):
     sequence, hidden, item = 8, 16, 4
     assert set(decoded(data["bytes"])[sends].tolist()) == {sequence * hidden * item}
     assert set(decoded(data["bytes"])[decoded(data["category"]) == CATEGORIES.index("F")].tolist()) == {-1}
-    assert set(decoded(payload("a plan", timeline, None)["bytes"]).tolist()) == {-1}
 
 
 def test_spans_of_one_track_never_overlap_and_what_runs_inside_another_has_a_track_of_its_own():
@@ -209,7 +211,8 @@ def test_spans_of_one_track_never_overlap_and_what_runs_inside_another_has_a_tra
         Span(0, "compute", 2, "0B0", 10.0, 30.0),
         Span(0, "compute", 3, "0F1", 10.0, 30.0),
     )
-    data = payload("measured", Timeline(spans, ({"pp": 0},), clock="measured"), None)
+    graph = build_graph([[Row(parse_op(span.op)) for span in spans]], [], [])
+    data = payload("measured", Timeline(spans, ({"pp": 0},), clock="measured"), graph)
     assert data["tracks"] == [[0, 0], [0, 1]]
     assert decoded(data["offsets"]).tolist() == [0, 2, 4]
     assert [data["names"][i] for i in decoded(data["name"])] == ["0F0", "0B0", "0F0/0.ALL_REDUCE:tp", "0F1"]

@@ -29,14 +29,9 @@ _Ends = list[tuple[Time, int, int, int]]
 
 
 class Relations:
-    """Spans by their place in ``timeline.spans``, and how they hang together.
+    """Spans by their index in ``timeline.spans``, and how they hang together; ``ops[i]`` is the operation of span i."""
 
-    ``ops[i]`` is the operation of span i. ``graph`` may be None for a timeline
-    whose graph is not at hand: waits are then recognised by their text, and nothing
-    is known of the members of a collective.
-    """
-
-    def __init__(self, timeline: Timeline, graph: OpGraph | None = None) -> None:
+    def __init__(self, timeline: Timeline, graph: OpGraph) -> None:
         self.spans: tuple[Span, ...] = timeline.spans
         parsed = {text: parse_op(text) for text in {span.op for span in self.spans}}
         self.ops: list[Op] = [parsed[span.op] for span in self.spans]
@@ -52,30 +47,18 @@ class Relations:
     def waits_for(self, i: int) -> int | None:
         """Target of a WAIT if it is not on the rank's compute queue, such as a transfer; None otherwise."""
         span = self.spans[i]
-        if self._graph is not None:
-            target = int(self._graph.waits_for[span.op_id])
-            awaited = None if target == NONE else self._by_key.get((span.step, target))
-        else:
-            posted = self._transfers_by_text.get((span.step, span.rank, str(self.ops[i].target)), [])
-            index = bisect_left(posted, (span.op_id, 0)) - 1
-            awaited = posted[index][1] if index >= 0 else None
+        target = int(self._graph.waits_for[span.op_id])
+        awaited = None if target == NONE else self._by_key.get((span.step, target))
         return awaited if awaited is not None and self.spans[awaited].queue != COMPUTE_QUEUE else None
 
     def part_before(self, i: int) -> int | None:
         """The part, or the exchange between parts, that span i follows in its computation."""
-        if self._graph is None:
-            return None
         before = int(self._graph.part_before[self.spans[i].op_id])
         return None if before == NONE else self._by_key.get((self.spans[i].step, before))
 
-    @property
-    def knows_members(self) -> bool:
-        """True if it is known which spans belong to one collective."""
-        return self._graph is not None
-
     def last_to_come(self, i: int) -> int | None:
-        """The member of a collective that came to it last; None if that is not known, or i itself was the last."""
-        if self._graph is None or self.ops[i].kind not in COLLECTIVE_KINDS:
+        """The member of a collective that came to it last; None if i itself was the last."""
+        if self.ops[i].kind not in COLLECTIVE_KINDS:
             return None
         span = self.spans[i]
         ids = self._members.get((int(self._graph.group[span.op_id]), int(self._graph.position[span.op_id])), [])
@@ -129,17 +112,6 @@ class Relations:
         return result
 
     @cached_property
-    def _transfers_by_text(self) -> dict[tuple[int, int, str], list[tuple[int, int]]]:
-        """(step, rank, text) to (op id, span), in order of op ids."""
-        result: dict[tuple[int, int, str], list[tuple[int, int]]] = defaultdict(list)
-        for i, span in enumerate(self.spans):
-            if span.queue != COMPUTE_QUEUE:
-                result[span.step, span.rank, span.op].append((span.op_id, i))
-        for posted in result.values():
-            posted.sort()
-        return result
-
-    @cached_property
     def _parents(self) -> dict[tuple[int, int, Op], int]:
         """(step, rank, operation) to spans, of what may have collectives inside it."""
         kinds = COMPUTE_KINDS | UPDATE_KINDS
@@ -148,7 +120,6 @@ class Relations:
     @cached_property
     def _members(self) -> dict[tuple[int, int], list[int]]:
         """(group, place among its collectives) to op ids."""
-        assert self._graph is not None
         result: dict[tuple[int, int], list[int]] = defaultdict(list)
         for op_id in (self._graph.group != NONE).nonzero()[0].tolist():
             result[int(self._graph.group[op_id]), int(self._graph.position[op_id])].append(op_id)
@@ -245,10 +216,9 @@ def _waiting(relations: Relations, i: int, start: Time, end: Time) -> Idle | Non
         return Idle(span.rank, start, end, Cause.MESSAGE, _peer(relations, target))
     if kind in COLLECTIVE_KINDS:
         last = relations.last_to_come(i)
-        if last is None:  # it came last itself
-            return None if relations.knows_members else Idle(span.rank, start, end, Cause.COLLECTIVE)
-        came = min(end, relations.spans[last].start)
-        return Idle(span.rank, start, came, Cause.COLLECTIVE, relations.spans[last].rank) if came > start else None
+        came = start if last is None else min(end, relations.spans[last].start)
+        if last is not None and came > start:
+            return Idle(span.rank, start, came, Cause.COLLECTIVE, relations.spans[last].rank)
     return None
 
 

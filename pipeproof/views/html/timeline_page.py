@@ -43,7 +43,7 @@ _SCRIPTS = ("data.js", "layout.js", "draw.js", "units.js", "describe.js", "numbe
 
 
 def timeline_html(
-    title: str, timeline: Timeline, graph: OpGraph | None, held: Curve | None = None, mfu: float | None = None
+    title: str, timeline: Timeline, graph: OpGraph, held: Curve | None = None, mfu: float | None = None
 ) -> str:
     """The text of the page; the same bytes for the same timeline. Arguments are those of ``payload``.
 
@@ -69,7 +69,7 @@ _WIDTHS = (("u8", np.uint8), ("u16", np.uint16), ("u32", np.uint32))
 
 
 def payload(
-    title: str, timeline: Timeline, graph: OpGraph | None, held: Curve | None = None, mfu: float | None = None
+    title: str, timeline: Timeline, graph: OpGraph, held: Curve | None = None, mfu: float | None = None
 ) -> dict[str, Any]:
     """Data of one timeline for the page, ready for JSON.
 
@@ -85,7 +85,7 @@ def payload(
     if len(held.ranks) != len(timeline.ranks):
         raise ValueError(f"{held.name}: {len(held.ranks)} curves for {len(timeline.ranks)} ranks")
     curves = [{"time": _times(timeline, [at for at, _ in steps]), "count": _counts(steps)} for steps in held.ranks]
-    if graph is not None and any(not 0 <= span.op_id < graph.num_ops for span in timeline.spans):
+    if any(not 0 <= span.op_id < graph.num_ops for span in timeline.spans):
         raise ValueError(f"{title}: the timeline has operations that its graph does not have")
     timeline = _in_ticks(timeline)
     relations = Relations(timeline, graph)
@@ -200,10 +200,10 @@ def _category(op: Op) -> int:
     return CATEGORIES.index("collective" if kind in COLLECTIVE_KINDS else "other")
 
 
-def _bytes_of(graph: OpGraph | None, relations: Relations, i: int) -> int:
+def _bytes_of(graph: OpGraph, relations: Relations, i: int) -> int:
     """Bytes that a transfer or collective of one rank moves, -1 if unknown."""
     op_id, kind = relations.spans[i].op_id, relations.ops[i].kind
-    if graph is None or kind not in TRANSFER_KINDS | COLLECTIVE_KINDS or graph.tensor[op_id] == NONE:
+    if kind not in TRANSFER_KINDS | COLLECTIVE_KINDS or graph.tensor[op_id] == NONE:
         return -1
     dtype = graph.tensors[int(graph.tensor[op_id])].dtype
     return int(graph.stop[op_id] - graph.start[op_id]) * dtype_bytes(dtype)
