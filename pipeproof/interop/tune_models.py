@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,10 +28,6 @@ class PublicModel:
 
     keys: Mapping[str, Any]
     notes: tuple[str, ...] = ()
-    has_experts: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "has_experts", "moe" in self.keys)
 
 
 def _llama(num_layers: int, hidden: int, heads: int, ffn: int) -> PublicModel:
@@ -88,16 +84,6 @@ MODELS: Mapping[str, PublicModel] = MappingProxyType(
 )
 """By the name in lower case."""
 
-NOT_DESCRIBED: Mapping[str, str] = MappingProxyType(
-    {
-        "nemotron": "blocks with a state space (Mamba) have no key in a plan",
-        "deepseekv4": "sparse attention has no key in a plan",
-        "qwen3_next": "linear attention has no key in a plan",
-    }
-)
-"""Reasons by the beginning of the name in lower case."""
-
-
 DEFAULT_SEQ_LENGTH = 4096
 """Tokens of a sequence for a model whose source does not give the length of training."""
 
@@ -143,9 +129,6 @@ def _of_config(path: Path, flags: Flags) -> TuneModel:
 def _public_model(name: str, flags: Flags) -> TuneModel:
     wanted = _plain(name)
     by_name = {_plain(model_name): model_name for model_name in MODELS}
-    for start, reason in NOT_DESCRIBED.items():
-        if wanted.startswith(_plain(start)):
-            raise _unknown(f"{name}: {reason}", f"known models are {', '.join(MODELS)}")
     if wanted not in by_name:
         near = nearest_name(name.lower(), MODELS)
         hint = f"did you mean `{near}`? " if near else ""

@@ -30,9 +30,8 @@ class TensorDifference:
     """A tensor that both checkpoints have, and that differs.
 
     If type, shape or kind differ (``first_entry``, ``second_entry``), values are not compared. Else ``num`` elements
-    have different bits; ``first`` to ``last`` is the first contiguous run of them in C order. ``farthest`` is the
-    largest absolute difference among numbers; None if there are none, or if the type is not one that is compared as
-    numbers.
+    have different bits; ``first`` is the first in C order. ``farthest`` is the largest absolute difference among
+    numbers; None if there are none, or if the type is not one that is compared as numbers.
     """
 
     name: str
@@ -40,7 +39,6 @@ class TensorDifference:
     second_entry: TensorEntry
     num: int = 0
     first: tuple[int, ...] = ()
-    last: tuple[int, ...] = ()
     farthest: float | None = None
 
 
@@ -98,7 +96,6 @@ def difference_text(difference: TensorDifference) -> str:
     if not difference.num:
         texts = [f"{entry.kind} {entry.dtype} {list(entry.shape)}" for entry in (first_entry, second_entry)]
         return f"{texts[0]} and {texts[1]}"
-    until = "" if difference.first == difference.last else f" to {list(difference.last)}"
     farthest = difference.farthest
     distance_text = (
         ""
@@ -108,7 +105,7 @@ def difference_text(difference: TensorDifference) -> str:
         else ", in the bits of zeros or NaN alone"
     )
     count_text = f"{difference.num} of {prod(first_entry.shape)} elements"
-    return f"{count_text}, first {list(difference.first)}{until}{distance_text}"
+    return f"{count_text}, first {list(difference.first)}{distance_text}"
 
 
 def _difference(name: str, first_checkpoint: Checkpoint, second_checkpoint: Checkpoint) -> TensorDifference | None:
@@ -120,19 +117,18 @@ def _difference(name: str, first_checkpoint: Checkpoint, second_checkpoint: Chec
     ):
         return TensorDifference(name, *entries)
     entry, item = entries[0], dtype_bytes(entries[0].dtype)
-    begin, num, run_start, run_end, farthest = 0, 0, -1, -1, None
+    begin, num, first, farthest = 0, 0, 0, None
     for left, right in zip(tensor_blocks(first_checkpoint, name), tensor_blocks(second_checkpoint, name), strict=True):
         if not np.array_equal(left, right):
             differing = (left.reshape(-1, item) != right.reshape(-1, item)).any(axis=1)
             indices = np.flatnonzero(differing)
+            first = first if num else begin + int(indices[0])
             num += len(indices)
-            run_start, run_end = _first_run(indices + begin, run_start, run_end)
             farthest = _max_distance(farthest, entry.dtype, left, right, indices)
         begin += len(left) // item
     if not num:
         return None
-    ends = [tuple(map(int, np.unravel_index(index, entry.shape))) for index in (run_start, run_end)]
-    return TensorDifference(name, *entries, num, ends[0], ends[1], farthest)
+    return TensorDifference(name, *entries, num, tuple(map(int, np.unravel_index(first, entry.shape))), farthest)
 
 
 def _kinds_differ(first: Checkpoint, second: Checkpoint, name: str) -> bool:
@@ -140,16 +136,6 @@ def _kinds_differ(first: Checkpoint, second: Checkpoint, name: str) -> bool:
     return (
         first.index is not None and second.index is not None and first.tensors[name].kind != second.tensors[name].kind
     )
-
-
-def _first_run(indices: npt.NDArray[np.int64], first: int, last: int) -> tuple[int, int]:
-    """Return the first contiguous run of all indices; ``first`` to ``last`` (-1: none) is that of earlier blocks."""
-    if first < 0:
-        first, last = int(indices[0]), int(indices[0]) - 1
-    if indices[0] != last + 1:
-        return first, last
-    gaps = np.flatnonzero(np.diff(indices) != 1)
-    return first, int(indices[gaps[0]] if len(gaps) else indices[-1])
 
 
 def _max_distance(
@@ -181,7 +167,6 @@ def _difference_to_json(difference: TensorDifference) -> Mapping[str, Any]:
         "tensor": difference.name,
         "elements": difference.num,
         "from": list(difference.first),
-        "to": list(difference.last),
         "farthest": None
         if difference.farthest is None or isinf(difference.farthest)
         else difference.farthest,  # JSON has no infinity

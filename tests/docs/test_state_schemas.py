@@ -69,7 +69,7 @@ def test_what_statements_make(there):
 def test_how_two_differ_and_what_is_at_fault(there):
     content = written(there, "state", "diff", "one.safetensors", "other.safetensors", schema="checkpoint", status=1)
     assert [sorted(one) for one in content["differ"]] == [
-        ["elements", "farthest", "from", "tensor", "to"],
+        ["elements", "farthest", "from", "tensor"],
         ["first", "second", "tensor"],
     ]
     assert written(there, "state", "diff", "of_a", "of_a", schema="checkpoint")["equal"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeproof.interop.tune_models import MODELS, NOT_DESCRIBED, PublicModel
+from pipeproof.interop.tune_models import MODELS, PublicModel
 from validation.board.bridge_recipes import recipe_of
 from validation.board.measurement import (
     EXPERTS_OVER_TP,
@@ -26,6 +26,12 @@ COLUMNS = frozenset(
 )  # fmt: skip
 _PRECISIONS = {"BF16": None, "FP8": "float8", "MXFP8": "float8", "NVFP4": "float4"}
 
+_NOT_DESCRIBED = {
+    "nemotron": "blocks with a state space (Mamba) have no key in a plan",
+    "deepseekv4": "sparse attention has no key in a plan",
+    "qwen3_next": "linear attention has no key in a plan",
+}
+"""Reasons by the beginning of a model's name in lower case."""
 _WITH_BIASES = "gpt oss 120b"
 """Model whose experts have biases, and whose rotary positions have YaRN's factor, which no fused operation has."""
 
@@ -38,7 +44,7 @@ def megatron_bridge_rows(cells: Cells) -> tuple[Measurement]:
     """
     model_name, section = cells.text("model"), cells.text("section")
     model = MODELS.get(model_name.lower())
-    group = f"Megatron-Bridge, {'dense' if model is None or not model.has_experts else 'MoE'}"
+    group = f"Megatron-Bridge, {'dense' if model is None or 'moe' not in model.keys else 'MoE'}"
     system, release = f"{cells.text('#-GPUs')} {cells.text('System')}", cells.text("release")
     name = f"{model_name}, {system}, {cells.text('Precision')}, {release}, {section.removesuffix(' Performance')}"
     measured = cells.number("Tokens / sec / GPU")
@@ -53,7 +59,7 @@ def megatron_bridge_rows(cells: Cells) -> tuple[Measurement]:
 def _described(name: str, model: PublicModel | None) -> PublicModel:
     if model is not None:
         return model
-    reasons = [reason for start, reason in NOT_DESCRIBED.items() if name.lower().startswith(start)]
+    reasons = [reason for start, reason in _NOT_DESCRIBED.items() if name.lower().startswith(start)]
     raise NoPlanError(reasons[0] if reasons else f"the sizes of {name} are not known to the board")
 
 
