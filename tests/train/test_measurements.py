@@ -27,11 +27,11 @@ def test_a_pipeline_is_compared_recorded_and_profiled(tmp_path):
     run("measurements.py", 2, tmp_path)
     loaded = load_plan(tmp_path / "plan.yaml")
     assert not check(loaded).errors
-    report = check_log(tmp_path / "record" / "messages", plan=loaded)
+    report = check_log(tmp_path / "messages", plan=loaded)
     assert [finding.code for finding in report.findings] == ["PP411"]
-    found = align(tmp_path / "record" / "values", tmp_path / "whole", Tolerance(rounding=True))
+    found = align(tmp_path / "values", tmp_path / "whole", Tolerance(rounding=True))
     assert found.equal, found
-    assert (found.tensors.num_compared, found.tensors.num_rounding) == (24, 0)  # names of a list of the stages
+    assert (found.tensors.num_compared, found.tensors.num_rounding) == (336, 0)
 
     content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     content["cost"] = {"profile": "profile.json"}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from pipeproof.torch import Pipeline, record_layers, stages_of_rank
+from pipeproof.torch import Pipeline, record_layers, stages_of_sequential
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -25,7 +25,7 @@ def block(seed):
 torch.manual_seed(0)
 inputs, target = torch.randn(8, 4, 16), torch.randn(8, 4, 16)
 pipe = Pipeline(
-    {number: block(number) for number in stages_of_rank("zb_v", num_ranks, 4, rank)},
+    stages_of_sequential(nn.Sequential(*map(block, range(4))), 4),
     schedule="zb_v", num_micro_batches=4, loss_fn=F.mse_loss, example=(inputs[:2],), split="linear",
 )  # fmt: skip
 assert all(weight.grad is None for stage in pipe.stages.values() for weight in stage.parameters())
@@ -39,7 +39,7 @@ assert found.num_parameters == 24
 assert found.without_gradient == ()
 
 other = nn.Sequential(*(nn.Sequential(*block(9)[:3], nn.Tanh(), block(9)[3]) for _ in range(4))) if rank == 0 else None
-wrong = pipe.compare(other, inputs, target=target, name_of=lambda stage, name: f"{stage}.{name}".replace(".3.", ".4."))
+wrong = pipe.compare(other, inputs, target=target, name_of=lambda _, name: name.replace(".3.", ".4."))
 assert not wrong.is_exact
 assert not wrong.is_within_bounds
 assert len(wrong.differences) == 24
@@ -61,7 +61,7 @@ with Pipeline(parts, schedule="1f1b", num_micro_batches=4, loss_fn=F.mse_loss, e
     assert found.without_gradient == ("1.1.weight",)
     assert str(found).endswith("7 gradients have the reference's bits\n1 parameter received no gradient: 1.1.weight")
 
-with pipe.record(folder / "record"):
+with pipe.record(folder / "messages"), record_layers(pipe.stages, folder / "values"):
     pipe.step(inputs, target=target)
 if rank == 0:
     whole = nn.Sequential(*(block(number) for number in range(4)))
@@ -72,7 +72,7 @@ if rank == 0:
             (F.mse_loss(whole(x), y) / 4).backward()
 
     step_of_whole()
-    with record_layers(whole, folder / "whole"):
+    with record_layers({0: whole}, folder / "whole"):  # its parts, as of stages
         step_of_whole()
 pipe.profile(folder / "profile.json", inputs, target=target, num_steps=2)
 for weight, gradient in zip((w for s in pipe.stages.values() for w in s.parameters()), before, strict=True):

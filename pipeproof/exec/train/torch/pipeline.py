@@ -217,8 +217,6 @@ class Pipeline:
             inputs = StepInputs(args, target, kwargs, stage_kwargs or {}, loss_kwargs or {})
             loss, terms = runner.step(inputs, scaler)
         terms.collect(losses, metrics)
-        if runner.record is not None:
-            runner.record(runner, loss)
         return loss
 
     def eval_step(
@@ -284,10 +282,9 @@ class Pipeline:
         return compare_step(self._runner, run, reference, name_of, inputs)
 
     def record(self, directory: str | Path) -> AbstractContextManager[None]:
-        """Record the steps of this block into a directory that does not exist.
+        """Record the messages of this block's steps into a directory, which ``pipeproof check`` reads.
 
-        ``pipeproof check DIRECTORY/messages`` reads the messages, ``pipeproof state align`` the losses and
-        gradients in ``DIRECTORY/values``.
+        ``record_layers(pipe.stages, directory)`` records losses, gradients and what the layers compute.
         """
         from pipeproof.exec.train.torch.profile_steps import recorded_steps
 

@@ -1,32 +1,25 @@
-"""Steps of a pipeline recorded, for `check --log` and `state align`, and measured, as a profile for `simulate`."""
+"""Steps of a pipeline: their messages recorded, for `check`, and their times measured, as a profile for `simulate`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from pipeproof.analysis.align.array_digests import fast_digest, md5_of
-from pipeproof.analysis.align.record_format import DECIMALS, WHOLE, Header, Recorded, RecordedStep, Shard
 from pipeproof.atomic_write import write_json
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.compare.run_record import RecordWriter
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.monitor.plan_ring import RingChannels
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.rank.op_log import ChannelTransfers, Clock, LogEntry, Timing
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.op_timing import timed_channels, timing_of
-from pipeproof.exec.train.torch.module_stage import trained
-from pipeproof.exec.train.torch.record_layers import to_numpy
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_rank import TrainRank
 from pipeproof.interop.traces.recorder import Call, Recorder
@@ -35,7 +28,6 @@ from pipeproof.schedule.op_table import Channel, OpGraph
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.profile_file import Profile
 from pipeproof.verify.subject import make_subject
-from pipeproof.version import __version__
 
 if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import World
@@ -62,74 +54,11 @@ class RecordedMessages:
         return self.recorder.call(call, mark)
 
 
-class StepRecord:
-    """The values of one recording, which the first rank writes: losses and gradients, as ``record_layers`` has them."""
-
-    def __init__(self, directory: Path, digest: str, dtype: str, index: int, group: dist.ProcessGroup) -> None:
-        self._group, self._is_first, self._number = group, index == 0, 0
-        header = Header("program", __version__, digest, "torch", dtype, 0, layers=False, values=False)
-        self._writer = RecordWriter(directory / "values", header) if self._is_first else None
-
-    def __call__(self, runner: StepRunner, loss: torch.Tensor | None) -> None:
-        """Write the step that ``runner`` has just finished; every rank of the pipeline calls it."""
-        received, gradients = {*runner.gradients.received()}, []
-        planned = {id(w): name for stage in runner.modules.values() for name, w in stage.parameters.items()}
-        weights = {(n, k): w for n, stage in runner.modules.items() for k, w in trained(stage.module).items()}
-        for (stage, name), gradient in runner.gradients.copies("gradients").items():
-            array, dtype = to_numpy(gradient)
-            if (stage, name) in received:
-                digest = Recorded(0, "", array.shape, dtype, *fast_digest(array), ())
-                gradients.append(_Gradient(stage, name, planned[id(weights[stage, name])], digest))
-        own = (None if loss is None else to_numpy(loss)[0].reshape(()), gradients)
-        answers: list[Any] | None = [None] * dist.get_world_size(self._group) if self._is_first else None
-        dist.gather_object(own, answers, dst=dist.get_process_group_ranks(self._group)[0], group=self._group)
-        if self._writer is not None and answers is not None:
-            total = next(loss_array for loss_array, _ in answers if loss_array is not None)
-            of_ranks = [(rank, each) for rank, (_, of_rank) in enumerate(answers) for each in of_rank]
-            lines = tuple(_lines(self._number, of_ranks))
-            self._writer.put(RecordedStep(self._number, f"{float(total):.{DECIMALS}f}", md5_of(total), lines), None)
-        self._number += 1
-
-
-class _Gradient(NamedTuple):
-    """A gradient of one rank; ``planned`` is the name that all stages with this weight have in the plan."""
-
-    stage: int
-    name: str
-    planned: str
-    content: Recorded
-
-
-def _lines(step: int, of_ranks: Sequence[tuple[int, _Gradient]]) -> Iterator[Recorded]:
-    """Gradients under the names of the unpartitioned module, from the last stage on.
-
-    Stages that were cut from a model have its names. Names that mean several weights are local to their stages, and
-    those of a list of the stages are taken.
-    """
-    meanings, by_weight = defaultdict[str, set[str]](set), dict[str, list[tuple[int, _Gradient]]]()
-    for rank, each in sorted(of_ranks, key=lambda one: one[1].stage):
-        meanings[each.name].add(each.planned)
-        by_weight.setdefault(each.planned, []).append((rank, each))
-    is_local = any(len(weights) > 1 for weights in meanings.values())
-    for copies in reversed(by_weight.values()):
-        first, content = copies[0][1], copies[0][1].content
-        name = f"{first.stage}.{first.name}" if is_local else first.name
-        whole = tuple((0, size) for size in content.shape)
-        shards = {rank: Shard(rank, each.content.md5, whole) for rank, each in copies}
-        layer = name.rpartition(".")[0] or WHOLE
-        yield replace(content, step=step, layer=layer, parameter=name, shards=tuple(shards.values()))
-
-
 @contextmanager
 def recorded_steps(runner: StepRunner, directory: Path) -> Iterator[None]:
     """Record the steps of this block, see ``Pipeline.record``."""
-    ranks, plan = runner.ranks, runner.plan
-    version = f"torch {torch.__version__}"
-    recorder = Recorder(directory / "messages", dist.get_rank(), dist.get_world_size(), version, version_of)
-    first = ranks.global_ranks[0]
-    values = directory if first == 0 else directory / f"from rank {first}"
-    digest, dtype = plan.certificate.graph_digest, plan.lowered.spec.run.dtype
-    runner.record = StepRecord(values, digest, dtype, ranks.rank, ranks.group)
+    ranks, version = runner.ranks, f"torch {torch.__version__}"
+    recorder = Recorder(directory, dist.get_rank(), dist.get_world_size(), version, version_of)
     error: BaseException | None = None
 
     def recorded(lowered: LoweredPlan) -> TrainRank:
@@ -143,7 +72,6 @@ def recorded_steps(runner: StepRunner, directory: Path) -> Iterator[None]:
         error = raised
         raise
     finally:
-        runner.record = None
         recorder.close(error)
 
 

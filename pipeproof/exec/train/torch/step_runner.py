@@ -82,8 +82,6 @@ class StepRunner:
         self._entered = -1
         self.num_steps = 0
         """Number of steps that have begun."""
-        self.record: Callable[[StepRunner, torch.Tensor | None], None] | None = None
-        """The writer of a step that has just finished, with its loss."""
         self.watch = StallWatch(
             connected.watched, settings.timeout_s, weakref.WeakMethod(self._describe), self.world.abort,
             None if self._progress is None else self._progress.read,
