@@ -323,6 +323,10 @@ class Module:
         self.children = children
 
 
+class LayerList(Module):
+    """A list of layers, by its name."""
+
+
 def names_of(roots):
     return [name for name, _ in named_modules(roots, lambda module: module.children.items()).values()]
 
@@ -332,6 +336,8 @@ def test_names_are_those_of_the_model():
     block.layer_number = 3
     assert names_of(Module(layers=Module(**{"0": block}))) == ["whole", "layers", "layers.2", "layers.2.up"]
     assert names_of(Module(module=Module(up=Module()))) == ["whole", "up"]  # a wrapper
+    assert names_of(Module(_layers=Module(up=Module()))) == ["whole", "up"]  # Paddle's DataParallel
+    assert names_of(Module(_layers=LayerList(**{"0": Module()}))) == ["whole", "_layers", "_layers.0"]
     stages = {4: Module(**{"2": Module()}), 5: Module(**{"3": Module()})}
     assert names_of(stages) == ["2", "3"]
     with pytest.raises(ValueError, match="2 modules have the name 'up'"):

@@ -292,7 +292,7 @@ def _decimals(loss: Array) -> str:
 def named_modules(roots: Any, children: Callable[[Any], Iterable[tuple[str, Any]]]) -> dict[int, tuple[str, Any]]:
     """By id, the name and the module of all modules of a model, or of its stages, as the whole model names them.
 
-    Wrappers give no part of a name: a module whose only child is ``module`` or ``_orig_mod``. A stage and what spans
+    Wrappers give no part of a name. A stage and what spans
     several of them (by its ``pre_process`` and ``post_process``) is not recorded. Blocks that know their
     ``layer_number`` in the whole model, from 1 on, are numbered by it.
 
@@ -329,9 +329,14 @@ def _spans_stages(module: Any) -> bool:
     return not (first and last)
 
 
+_WRAPPED = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_layers")
+"""Names of a wrapper's only child: of PyTorch's and Megatron's, of compiled modules, of checkpoints, of Paddle's."""
+
+
 def _walk(module: Any, name: str, children: Callable[[Any], Iterable[tuple[str, Any]]]) -> Iterable[tuple[str, Any]]:
     inner = [*children(module)]
-    if len(inner) == 1 and inner[0][0] in ("module", "_orig_mod", "_checkpoint_wrapped_module"):
+    is_list = any(type(child).__name__ in ("ModuleList", "LayerList") for _, child in inner)
+    if len(inner) == 1 and inner[0][0] in _WRAPPED and not is_list:
         yield from _walk(inner[0][1], name, children)
         return
     yield name, module
