@@ -1,6 +1,7 @@
 """DeepSeek-V4's layers on two GPUs over NCCL: losses and gradients against the reference, and peaks of memory.
 
     python benchmarks/gpu/deepseek_v4_run.py OUT.jsonl --seconds 540
+    python benchmarks/gpu/deepseek_v4_run.py OUT.jsonl --only "one GPU" --seconds 1000    # peaks of each kind of layer
     python benchmarks/gpu/deepseek_v4_run.py OUT.jsonl --device cpu     # small sizes over gloo: every plan works
 
 Each row is written as soon as it is there. Of a run: its status, whether it passed, the largest distance of a gradient
@@ -51,6 +52,10 @@ LARGE: dict[str, Any] = {
         "index_n_heads": 8, "index_head_dim": 128, "index_topk": 128,
     },
 }  # fmt: skip
+WIDE: dict[str, Any] = {
+    "hidden_size": 2048, "num_heads": 16, "vocab_size": 16384, "seq_length": 4096, "ffn_size": 1024,
+    "moe": {"ffn_size": 1024},
+}  # fmt: skip
 MEMORY = {"attention": "unfused", "overhead_gib": 0.0625}
 """The overhead are the two workspaces of cuBLAS, of the threads of forward and backward."""
 MTP = {"num_modules": 1, "magic_send": True, "reads": "after_norm"}
@@ -93,6 +98,28 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     run |= {"replay": True} if device == "gpu" else {}
     yield "pp 2, 1f1b, replayed", {**plan, "model": replayed, "run": run}
     yield "pp 2, zb_v, replayed", {**plan, "model": replayed, "run": run, "schedule": zb_v}
+    yield from on_one_gpu(plan, {} if device == "cpu" else WIDE)
+
+
+def on_one_gpu(plan: Plan, wider: Mapping[str, Any]) -> Iterator[tuple[str, Plan]]:
+    """Plans for the peaks of each type of attention, with and without streams, and of what is recomputed."""
+    experts = {**plan["model"]["moe"], **wider.get("moe", {})}
+    model = {**plan["model"], **wider, "moe": experts}
+    spec, schedule = model["compressed_attention"], {**plan["schedule"], "num_micro_batches": 2}
+    models: dict[str, dict[str, Any]] = {
+        name: {**model, "compressed_attention": {**spec, "layer_types": [kind] * 4}}
+        for kind in TYPES
+        for name in (kind, f"{kind}, no streams")
+    }
+    for name in models:
+        if "no streams" in name:
+            del models[name]["hyper_connections"]
+    models |= {"all types": model, "all types, MTP": {**model, "mtp": MTP}}
+    for name, variant in models.items():
+        for recompute in ("none", "full"):
+            memory = {**MEMORY, "recompute": recompute}
+            one = {**plan, "topology": {"pp": 1}, "schedule": schedule, "model": variant, "memory": memory}
+            yield f"one GPU, {name}{', recomputed' * (recompute == 'full')}", one
 
 
 def predicted_peaks(plan: Plan) -> list[int]:

@@ -122,6 +122,24 @@ def test_what_a_micro_batch_holds_between_its_forward_and_its_backward(model):
     assert now["none"][1] == now["selective"][1] == now["full"][1] > now["full"][0], "W needs the same of all"
 
 
+@pytest.mark.parametrize("model", [{}, MLA, MOE])
+@pytest.mark.usefixtures("few_objects")
+def test_a_whole_backward_adds_the_weights_of_a_block_before_the_next(model):
+    """The bits of a backward in two parts, and nothing is kept when I has ended."""
+    _, kept = gone_back(make("full", model=model), "middle")
+    ranks = Ranks(make("full", model=model), "middle")
+    ranks.stages[0].adds_by_block = True
+    before = allocated()
+    for index in range(3):
+        given, output = ranks.forward(0, index)
+        gradients = ranks.stages[0].backward_input(output, ranks.gradient_of(output, index))
+        del given, output
+        assert index == 0 or allocated() == before, "the first one makes the gradients' buffers"
+        gradients.accumulate()
+        before = allocated()
+    assert same_bits(ranks.gradients(), {name: g for name, g in kept.items() if "given" not in name}) == []
+
+
 @pytest.mark.usefixtures("few_objects")
 def test_a_recomputed_mlp_keeps_nothing_inside():
     """Gate, up and their product of two blocks are gone, and silu(gate), which Paddle keeps too."""

@@ -27,6 +27,7 @@ from pipeproof.exec.rank.framework_protocol import (
     Weight,
     World,
 )
+from pipeproof.exec.rank.gpt_stage import adds_by_block
 from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.exec.rank.machine import Begin, Finished, Instruction, ProtocolError, RankMachine
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
@@ -101,6 +102,7 @@ class RankAdapter:
         self._overlap_points = overlap_points
         index = plan.graph.global_rank.index(rank)
         self._pairs = (overlapped_pairs if overlap_points is None else whole_pairs)(plan.graph, index)
+        self._adds_by_block = adds_by_block(plan)
         self._paired = {op_id for pair in self._pairs.values() for op_id, _ in pair.containers} - self._pairs.keys()
         self._computes: dict[OpKind, Callable[[Op], None]] = {
             OpKind.FORWARD: self._forward,
@@ -365,7 +367,8 @@ class RankAdapter:
 
     def _backward(self, op: Op) -> None:
         self._backward_input(op)
-        self._split_ns = self.now()
+        if not self._adds_by_block:
+            self._split_ns = self.now()
         self._backward_weight(op)
 
     def _reduce(self, op: Op) -> None:

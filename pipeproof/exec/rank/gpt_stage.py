@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.problems import KeyPath, listed
 from pipeproof.exec.rank.framework_protocol import Array, Tensor, Value, Weight, WeightGradients
+from pipeproof.schedule.ops import KIND_CODE, OpKind
 from pipeproof.specs.axis_layout import Placement
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer import is_empty
@@ -142,6 +143,17 @@ def _batch_member_problems(plan: LoweredPlan, edge: int, member: Boundary, token
         yield f"{name} arrives {arrives} at stage {edge + 1}, which sends it on with another placement"
 
 
+def adds_by_block(plan: LoweredPlan) -> bool:
+    """Whether a whole backward adds the weight gradients of a recomputed block before it goes on to the next one.
+
+    Else it would keep inputs and output gradients of the products of all blocks to its end. Not if I and W are apart,
+    nor with overlapped pairs, which may compute W while they wait, nor if W gathers again: its collectives come last.
+    """
+    memory, graph = plan.spec.memory, plan.graph
+    is_apart = bool((graph.kind == KIND_CODE[OpKind.BACKWARD_INPUT]).any()) or len(graph.pairs) > 0
+    return memory.recompute == "full" and memory.sequence_parallel_activations == "keep" and not is_apart
+
+
 class GptStage(ABC):
     """A ``RankStage`` around the framework's ``stage``; the frameworks hold work items in their own ways."""
 
@@ -150,6 +162,7 @@ class GptStage(ABC):
         self._cp_rank = coords["cp"] if plan.spec.topology.cp > 1 else None
         self.parameters: dict[str, Weight] = stage.parameters
         self.balance = stage.balance
+        stage.adds_by_block = adds_by_block(plan)
 
     def forward(self, inputs: Value, *, step: int, index: int, split: int, watch: LayerWatch | None) -> Value:
         """Run one work item on the stage's micro-batch; received members of the edge replace the stage's own values."""

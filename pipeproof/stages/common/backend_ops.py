@@ -98,8 +98,10 @@ class BackendOps(Protocol):
     def regather_input(self, tensor: Tensor, gather: Callable[[], Tensor], /) -> None:
         """Do not keep the tensor for products with weights that read it: W gathers its values again."""
 
-    def recompute_in_backward(self, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again."""
+    def recompute_in_backward(
+        self, compute: Callable[..., Tensor], *inputs: Tensor, after: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again and calls ``after``."""
 
     def rms_norm(self, activation: Tensor, /) -> Tensor:
         """``x / sqrt(mean(x^2) + eps)`` over the last dim, without a weight."""

@@ -116,6 +116,8 @@ class Stage(ABC, Generic[TokenBatch]):
                 self._ops, plan, self._weights, self._region, self._product, self._norm, self.parameters.__getitem__,
                 layer_ops.tables[0], recomputes="core_attn" in self._modules,
             )  # fmt: skip
+        self.adds_by_block = False
+        """Whether the backward of a recomputed block also adds its weight gradients, so that nothing of it is kept."""
         self.losses: Any = None
         """The scaled loss of the latest forward through the head; with MTP modules the main loss and theirs, [k]."""
 
@@ -197,9 +199,11 @@ class Stage(ABC, Generic[TokenBatch]):
                     inputs += streams[number : number + 1]
                     stream = work_item.streams[number]
                     block = partial(self._module, block=block, name=layer.name, stream=stream, dropouts=dropouts)
-                output = (
-                    self._ops.recompute_in_backward(block, *inputs) if self._recompute == "full" else block(*inputs)
-                )
+                if self._recompute == "full":
+                    after = self.accumulate_deferred if self.adds_by_block else None
+                    output = self._ops.recompute_in_backward(block, *inputs, after=after)
+                else:
+                    output = block(*inputs)
                 streams[mtp_stream_made(layer.name) : mtp_stream_made(layer.name) + 1] = [output]
             if watch is not None and layer.name != "head":
                 watch.see(layer.name, "output", index, split, [streams[mtp_stream_made(layer.name)]])
@@ -212,6 +216,10 @@ class Stage(ABC, Generic[TokenBatch]):
         backward are issued here. The result computes and adds the weight gradients on request.
         """
         return self._weights.backward(output, gradient)
+
+    def accumulate_deferred(self) -> None:
+        """Add the weight gradients that the running backward has deferred so far."""
+        self._weights.accumulate_deferred()
 
     def return_gradients(self) -> None:
         """Add the gradients of borrowed weights to the gradients of the weights themselves."""

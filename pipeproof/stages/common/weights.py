@@ -30,6 +30,9 @@ class SplitWeights(Protocol):
     def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
         """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights."""
 
+    def accumulate_deferred(self) -> None:
+        """Add the weight gradients that the running backward has deferred so far."""
+
     def product(
         self, activation: Tensor, weight: Weight, *, transposed: bool = False, dtype: str | None = None
     ) -> Tensor:

@@ -16,19 +16,23 @@ from pipeproof.stages.common.weights import GatheredInput, mark
 from pipeproof.stages.paddle.functional import causal_attention, fork, rms_norm, rotate, rotated_heads
 
 
-def recompute_in_backward(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def recompute_in_backward(
+    compute: Callable[..., Tensor], *inputs: Tensor, after: Callable[[], None] | None = None
+) -> Tensor:
     """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again and differentiates it.
+
+    Then it calls ``after``.
 
     ``compute`` must be deterministic. Each input is a tensor with a gradient. The gradients have the bits of a direct
     call of ``compute``.
     """
-    return _Recompute.apply(compute, *inputs)
+    return _Recompute.apply(compute, after, *inputs)
 
 
 class _Recompute(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.compute, ctx.inputs = compute, tuple(x.detach() for x in inputs)
+    def forward(ctx: Any, compute: Callable[..., Tensor], after: Callable[[], None] | None, *inputs: Tensor) -> Tensor:
+        ctx.compute, ctx.after, ctx.inputs = compute, after, tuple(x.detach() for x in inputs)
         return compute(*ctx.inputs)  # autograd is off inside a PyLayer's forward
 
     @staticmethod
@@ -38,6 +42,8 @@ class _Recompute(PyLayer):  # type: ignore[misc]  # Paddle ships no types
         with paddle.enable_grad():
             output = ctx.compute(*ctx.inputs)
         paddle.autograd.backward([output], [gradient])
+        if ctx.after is not None:
+            ctx.after()
         return tuple(x.grad for x in ctx.inputs)
 
 

@@ -86,6 +86,10 @@ class SplitWeights:
         collected, self._collected = self._collected, WeightGradients()
         return collected
 
+    def accumulate_deferred(self) -> None:
+        """Implement ``common.weights.SplitWeights.accumulate_deferred``."""
+        self._collected.accumulate()
+
     def product(
         self, activation: Tensor, weight: Tensor, *, transposed: bool = False, dtype: str | None = None
     ) -> Tensor:

@@ -15,20 +15,24 @@ from pipeproof.stages.torch.functional import causal_attention, fork, rms_norm, 
 Tensor: TypeAlias = torch.Tensor
 
 
-def recompute_in_backward(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def recompute_in_backward(
+    compute: Callable[..., Tensor], *inputs: Tensor, after: Callable[[], None] | None = None
+) -> Tensor:
     """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again and differentiates it.
+
+    Then it calls ``after``.
 
     Source: arXiv:1604.06174 and, for the core of attention, arXiv:2205.05198, section 5.
     ``compute`` must be deterministic. Each input is a tensor with a gradient. The gradients have the bits of a direct
     call of ``compute``.
     """
-    return _Recompute.apply(compute, *inputs)
+    return _Recompute.apply(compute, after, *inputs)
 
 
 class _Recompute(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.compute = compute
+    def forward(ctx: Any, compute: Callable[..., Tensor], after: Callable[[], None] | None, *inputs: Tensor) -> Tensor:
+        ctx.compute, ctx.after = compute, after
         ctx.save_for_backward(*inputs)
         return compute(*inputs)  # autograd is off inside a Function's forward
 
@@ -38,7 +42,9 @@ class _Recompute(torch.autograd.Function):  # type: ignore[misc]  # checked wher
         with torch.enable_grad():
             output = ctx.compute(*inputs)
         torch.autograd.backward([output], [gradient])
-        return None, *[x.grad for x in inputs]
+        if ctx.after is not None:
+            ctx.after()
+        return None, None, *[x.grad for x in inputs]
 
 
 class TorchOps:

@@ -88,10 +88,6 @@ class TorchStage(Stage[WorkItem]):
         )
         super().__init__(layer_ops, plan, layers, tp_rank, collectives, experts, lent, context)
 
-    def accumulate_deferred(self) -> None:
-        """Add the weight gradients that the running backward has deferred so far."""
-        self._split_weights.accumulate_deferred()
-
     def _work_item(self, batch: WorkItem, step: int, index: int, split: int) -> WorkItem:
         return batch
 

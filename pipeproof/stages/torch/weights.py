@@ -119,7 +119,7 @@ class SplitWeights:
         return collected
 
     def accumulate_deferred(self) -> None:
-        """Add the gradients that the running backward has deferred so far."""
+        """Implement ``common.weights.SplitWeights.accumulate_deferred``."""
         self._collected.accumulate()
 
     def product(
