@@ -115,101 +115,6 @@ def file_of(text):
 
 
 @case
-def stage_missing(rank):
-    pipeline(stages_of(rank, [[0], [2]]))
-
-
-@case
-def stage_on_two_ranks(rank):
-    pipeline(stages_of(rank, [[0, 1], [1]]), schedule="gpipe")
-
-
-@case
-def stages_of_another_schedule(rank):
-    pipeline(stages_of(rank, [[0, 1], [2, 3]]), schedule="zb_v")
-
-
-@case
-def no_stage(rank):
-    pipeline(stages_of(rank, [[0, 1], []]))
-
-
-@case
-def keys_are_names(rank):
-    pipeline({f"stage{rank}": Block()})
-
-
-@case
-def no_modules(rank):
-    pipeline({rank: "block"})
-
-
-@case
-def unknown_schedule(rank):
-    pipeline(schedule="zb_x")
-
-
-@case
-def no_such_sizes(rank):
-    pipeline(stages_of(rank, [[0, 2], [1, 3]]), schedule="interleaved", num_micro_batches=5)
-
-
-@case
-def three_stages_in_a_v(rank):
-    pipeline(ModelStages([Block() for _ in range(3)]), schedule="zb_v")
-
-
-@case
-def no_micro_batches(rank):
-    pipeline(num_micro_batches=None)
-
-
-@case
-def zero_micro_batches(rank):
-    pipeline(num_micro_batches=0)
-
-
-@case
-def other_micro_batches(rank):
-    pipeline(num_micro_batches=4 + rank)
-
-
-@case
-def other_arguments(rank):
-    pipeline(scale_grads=bool(rank))
-
-
-@case
-def unknown_split(rank):
-    pipeline(split="parts")
-
-
-@case
-def no_example(rank):
-    pipeline(example=None)
-
-
-@case
-def example_of_no_tensor(rank):
-    pipeline(example=(3,))
-
-
-@case
-def example_is_a_tensor(rank):
-    pipeline(example=example()[0])
-
-
-@case
-def stages_are_a_list(rank):
-    pipeline([Block()])
-
-
-@case
-def no_time(rank):
-    pipeline(timeout_s=0)
-
-
-@case
 def on_meta(rank):
     with torch.device("meta" if rank else "cpu"):
         block = Block()
@@ -234,46 +139,11 @@ def on_meta_elsewhere(rank):
 
 
 @case
-def model_of_other_size(rank):
-    pipeline(ModelStages([Block() for _ in range(2 + rank)]))
-
-
-@case
-def unknown_tied_weight(rank):
-    pipeline(tied=[{0: "inner.0.weight", 1: "embedding.weight"}])
-
-
-@case
-def module_fails_on_example(rank):
-    pipeline({rank: Block(7) if rank == 0 else Block()})
-
-
-@case
-def module_returns_text(rank):
-    pipeline({rank: Block(fault=lambda call, x: (x, "text"))})
-
-
-@case
-def module_returns_complex(rank):
-    pipeline({rank: Block(fault=lambda call, x: torch.fft.fft(x))})
-
-
-@case
-def module_returns_empty(rank):
-    pipeline({rank: Block(fault=lambda call, x: (x, x[:, :0]))})
-
-
-@case
 def shared_weight_is_not_tied(rank):
     stages = {n: Block() for n in ((0, 3) if rank == 0 else (1, 2))}
     if rank == 0:
         stages[3].inner[1].weight = stages[0].inner[0].weight
     pipeline(stages, schedule="zb_v")
-
-
-@case
-def module_returns_no_gradient(rank):
-    pipeline({rank: Block(fault=lambda call, x: x.argmax(-1))})
 
 
 @case
@@ -286,66 +156,6 @@ def group_without_this_rank(rank):
 # --- the start: plans ---
 
 
-@case
-def plan_declared(rank):
-    step(pipeline(plan=plan(), num_micro_batches=None))
-
-
-@case
-def plan_file_missing(rank):
-    pipeline(plan="no such plan.yaml")
-
-
-@case
-def plan_file_missing_on_one(rank):
-    pipeline(plan="no such plan.yaml" if rank else file_of(yaml.safe_dump(plan())))
-
-
-@case
-def plan_syntax(rank):
-    pipeline(plan=file_of("pipeproof: 1\ntopology: {pp: 2\n"))
-
-
-@case
-def plan_is_no_plan(rank):
-    pipeline(plan=7)
-
-
-@case
-def plan_section(rank):
-    pipeline(plan=plan(topology=[2]))
-
-
-@case
-def plan_key(rank):
-    pipeline(plan=plan(schedule__kindness="1f1b"))
-
-
-@case
-def plan_other_pp(rank):
-    pipeline(plan=plan(topology__pp=4))
-
-
-@case
-def plan_of_gpt(rank):
-    pipeline(plan={"pipeproof": 1, "model": {"kind": "gpt", "num_layers": 2}})
-
-
-@case
-def plan_of_other_widths(rank):
-    pipeline(plan=plan(model__layers__0__out=[{"shape": ["b", WIDTH + 1], "dtype": "float32"}]))
-
-
-@case
-def plan_of_other_weights(rank):
-    pipeline(plan=plan(model__layers__1__parameters=[{"name": "head", "shape": [3]}]))
-
-
-@case
-def plans_differ(rank):
-    pipeline(plan=plan(memory={"budget_gib": 8 + rank}), num_micro_batches=None)
-
-
 WRONG = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1B1", "1F1"]]
 
 
@@ -355,11 +165,6 @@ def plan_refused(rank):
         pipeline(schedule=WRONG, num_micro_batches=2)
     assert [finding.code for finding in raised.value.findings] == ["PP123"]
     raise raised.value
-
-
-@case
-def plan_deadlocks(rank):
-    pipeline(schedule=[["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]], num_micro_batches=2)
 
 
 @case
@@ -385,26 +190,6 @@ def unsafe(rank):
 # --- steps ---
 
 
-@case
-def rows_on_one_rank(rank):
-    refused_step(pipeline(), **({"args": (torch.zeros(7, WIDTH),)} if rank == 0 else {}))
-
-
-@case
-def no_arguments(rank):
-    refused_step(pipeline(), args=())
-
-
-@case
-def no_target(rank):
-    refused_step(pipeline(), target=None)
-
-
-@case
-def target_rows(rank):
-    refused_step(pipeline(), **({"target": torch.zeros(9, WIDTH)} if rank else {}))
-
-
 def raising(at):
     def fault(call, x):
         if call == at:
@@ -412,16 +197,6 @@ def raising(at):
         return x
 
     return fault
-
-
-@case
-def module_raises(rank):
-    step(pipeline({rank: Block(fault=raising(3) if rank else None)}))
-
-
-@case
-def module_raises_on_first(rank):
-    step(pipeline({rank: Block(fault=None if rank else raising(2))}))
 
 
 @case
@@ -434,16 +209,6 @@ def module_exits(rank):
     step(pipeline({rank: Block(fault=fault if rank else None)}))
 
 
-@case
-def loss_raises(rank):
-    step(pipeline(loss_fn=lambda output, target: output[:, 99]))
-
-
-@case
-def loss_no_scalar(rank):
-    step(pipeline(loss_fn=lambda output, target: output - target))
-
-
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -452,11 +217,6 @@ class Failing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         raise ArithmeticError("no gradient for this")
-
-
-@case
-def backward_raises(rank):
-    step(pipeline({rank: Block(fault=None if rank else lambda call, x: Failing.apply(x))}))
 
 
 @case
@@ -499,26 +259,6 @@ class Counted(Block):
     def forward(self, x, count=None):
         self.count += 1
         return super().forward(x), self.count
-
-
-@case
-def output_changes(rank):
-    step(pipeline({rank: Counted()}, loss_fn=lambda output, target: F.mse_loss(output[0], target)))
-
-
-@case
-def input_in_place(rank):
-    step(pipeline({rank: nn.Sequential(nn.ReLU(inplace=True), Block()) if rank else Block()}))
-
-
-@case
-def shape_changes(rank):
-    step(pipeline({rank: Block(fault=lambda call, x: x if call != 3 else x[:1])}))
-
-
-@case
-def type_changes(rank):
-    step(pipeline({rank: Block(fault=lambda call, x: x if call != 3 else x.double())}))
 
 
 @case
@@ -595,15 +335,91 @@ def never_constructed(rank):
         pipeline(timeout_s=2)
 
 
+CALLS = {
+    "stage_missing": lambda rank: pipeline(stages_of(rank, [[0], [2]])),
+    "stage_on_two_ranks": lambda rank: pipeline(stages_of(rank, [[0, 1], [1]]), schedule="gpipe"),
+    "stages_of_another_schedule": lambda rank: pipeline(stages_of(rank, [[0, 1], [2, 3]]), schedule="zb_v"),
+    "no_stage": lambda rank: pipeline(stages_of(rank, [[0, 1], []])),
+    "keys_are_names": lambda rank: pipeline({f"stage{rank}": Block()}),
+    "no_modules": lambda rank: pipeline({rank: "block"}),
+    "unknown_schedule": lambda _: pipeline(schedule="zb_x"),
+    "no_such_sizes": lambda rank: pipeline(
+        stages_of(rank, [[0, 2], [1, 3]]), schedule="interleaved", num_micro_batches=5
+    ),
+    "three_stages_in_a_v": lambda _: pipeline(ModelStages([Block() for _ in range(3)]), schedule="zb_v"),
+    "no_micro_batches": lambda _: pipeline(num_micro_batches=None),
+    "zero_micro_batches": lambda _: pipeline(num_micro_batches=0),
+    "other_micro_batches": lambda rank: pipeline(num_micro_batches=4 + rank),
+    "other_arguments": lambda rank: pipeline(scale_grads=bool(rank)),
+    "unknown_split": lambda _: pipeline(split="parts"),
+    "no_example": lambda _: pipeline(example=None),
+    "example_of_no_tensor": lambda _: pipeline(example=(3,)),
+    "example_is_a_tensor": lambda _: pipeline(example=example()[0]),
+    "stages_are_a_list": lambda _: pipeline([Block()]),
+    "no_time": lambda _: pipeline(timeout_s=0),
+    "model_of_other_size": lambda rank: pipeline(ModelStages([Block() for _ in range(2 + rank)])),
+    "unknown_tied_weight": lambda _: pipeline(tied=[{0: "inner.0.weight", 1: "embedding.weight"}]),
+    "module_fails_on_example": lambda rank: pipeline({rank: Block(7) if rank == 0 else Block()}),
+    "module_returns_text": lambda rank: pipeline({rank: Block(fault=lambda call, x: (x, "text"))}),
+    "module_returns_complex": lambda rank: pipeline({rank: Block(fault=lambda call, x: torch.fft.fft(x))}),
+    "module_returns_empty": lambda rank: pipeline({rank: Block(fault=lambda call, x: (x, x[:, :0]))}),
+    "module_returns_no_gradient": lambda rank: pipeline({rank: Block(fault=lambda call, x: x.argmax(-1))}),
+    "plan_declared": lambda _: step(pipeline(plan=plan(), num_micro_batches=None)),
+    "plan_file_missing": lambda _: pipeline(plan="no such plan.yaml"),
+    "plan_file_missing_on_one": lambda rank: pipeline(
+        plan="no such plan.yaml" if rank else file_of(yaml.safe_dump(plan()))
+    ),
+    "plan_syntax": lambda _: pipeline(plan=file_of("pipeproof: 1\ntopology: {pp: 2\n")),
+    "plan_is_no_plan": lambda _: pipeline(plan=7),
+    "plan_section": lambda _: pipeline(plan=plan(topology=[2])),
+    "plan_key": lambda _: pipeline(plan=plan(schedule__kindness="1f1b")),
+    "plan_other_pp": lambda _: pipeline(plan=plan(topology__pp=4)),
+    "plan_of_gpt": lambda _: pipeline(plan={"pipeproof": 1, "model": {"kind": "gpt", "num_layers": 2}}),
+    "plan_of_other_widths": lambda _: pipeline(
+        plan=plan(model__layers__0__out=[{"shape": ["b", WIDTH + 1], "dtype": "float32"}])
+    ),
+    "plan_of_other_weights": lambda _: pipeline(
+        plan=plan(model__layers__1__parameters=[{"name": "head", "shape": [3]}])
+    ),
+    "plans_differ": lambda rank: pipeline(plan=plan(memory={"budget_gib": 8 + rank}), num_micro_batches=None),
+    "plan_deadlocks": lambda _: pipeline(
+        schedule=[["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]], num_micro_batches=2
+    ),
+    "rows_on_one_rank": lambda rank: refused_step(
+        pipeline(), **({"args": (torch.zeros(7, WIDTH),)} if rank == 0 else {})
+    ),
+    "no_arguments": lambda _: refused_step(pipeline(), args=()),
+    "no_target": lambda _: refused_step(pipeline(), target=None),
+    "target_rows": lambda rank: refused_step(pipeline(), **({"target": torch.zeros(9, WIDTH)} if rank else {})),
+    "module_raises": lambda rank: step(pipeline({rank: Block(fault=raising(3) if rank else None)})),
+    "module_raises_on_first": lambda rank: step(pipeline({rank: Block(fault=None if rank else raising(2))})),
+    "loss_raises": lambda _: step(pipeline(loss_fn=lambda output, target: output[:, 99])),
+    "loss_no_scalar": lambda _: step(pipeline(loss_fn=lambda output, target: output - target)),
+    "backward_raises": lambda rank: step(
+        pipeline({rank: Block(fault=None if rank else lambda call, x: Failing.apply(x))})
+    ),
+    "output_changes": lambda rank: step(
+        pipeline({rank: Counted()}, loss_fn=lambda output, target: F.mse_loss(output[0], target))
+    ),
+    "input_in_place": lambda rank: step(
+        pipeline({rank: nn.Sequential(nn.ReLU(inplace=True), Block()) if rank else Block()})
+    ),
+    "shape_changes": lambda rank: step(pipeline({rank: Block(fault=lambda call, x: x if call != 3 else x[:1])})),
+    "type_changes": lambda rank: step(pipeline({rank: Block(fault=lambda call, x: x if call != 3 else x.double())})),
+}
+"""Cases of one call."""
+
+
 def main(names):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for name in names or CASES:
+    cases = {**CALLS, **CASES}
+    for name in names or cases:
         dist.barrier()
         begin, kind, text, cause = time.monotonic(), "", "", ""
         try:
-            CASES[name](rank)
+            cases[name](rank)
         except BaseException as error:  # noqa: BLE001 - also SystemExit
             kind, text = type(error).__name__, str(error)
             shown = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
