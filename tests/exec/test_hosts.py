@@ -16,7 +16,7 @@ from pipeproof.exec.store.process_state import ProcessId
 from pipeproof.exec.store.run_codes import NOT_TOGETHER
 from tests.train.fake_store import FakeStore, on_ranks
 
-LAUNCHED = LaunchedRank(TORCHRUN, 0, 4, 0, 4, 0, ("10.0.0.1", 29500), "job", 0)
+LAUNCHED = LaunchedRank(TORCHRUN, 0, 4, 0, 4, ("10.0.0.1", 29500), "job", 0)
 FACTS = {"the plan": "a" * 64, "options": "b"}
 
 

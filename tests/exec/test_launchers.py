@@ -58,10 +58,10 @@ def refused(environment, backend="torch"):
 
 
 EXPECTED = {
-    TORCHRUN.name: {"host": 1, "run_id": "job-7", "attempt": 2},
-    PADDLE.name: {"host": None, "run_id": "job-7", "attempt": 0},
-    OPEN_MPI.name: {"host": None, "run_id": "job-7", "attempt": 0},
-    SLURM.name: {"host": 1, "run_id": "123456.3", "attempt": 2},
+    TORCHRUN.name: {"run_id": "job-7", "attempt": 2},
+    PADDLE.name: {"run_id": "job-7", "attempt": 0},
+    OPEN_MPI.name: {"run_id": "job-7", "attempt": 0},
+    SLURM.name: {"run_id": "123456.3", "attempt": 2},
 }  # fmt: skip
 
 
@@ -150,11 +150,6 @@ def test_a_batch_script_outside_of_srun_is_refused():
     assert "SLURM_PROCID is 0 and SLURM_NTASKS is 8, but SLURM_STEP_ID is missing" in finding.message
     assert "`srun " in finding.help
     assert "env -u SLURM_PROCID pipeproof" in finding.help
-
-
-@pytest.mark.parametrize(("local", "host"), [("8", 0), ("4", None), ("", None)])
-def test_the_index_of_a_host_is_known_where_one_host_has_all_ranks(local, host):
-    assert read(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": local})["host"] == host
 
 
 def test_paddles_addresses_are_taken_in_the_order_of_init_parallel_env():

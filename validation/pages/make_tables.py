@@ -223,7 +223,6 @@ def launchers_part() -> str:
         "number of ranks": lambda row: _sources(row.world_size),
         "rank on its host": lambda row: _sources(row.local_rank),
         "ranks on its host": lambda row: _sources(row.local_world_size),
-        "index of its host": lambda row: _sources(row.host),
         "host of rank 0": lambda row: _sources(row.master_host),
         "port of rank 0": lambda row: _sources(row.master_port),
         "run id": lambda row: _sources(row.run_id),

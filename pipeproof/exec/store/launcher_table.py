@@ -78,8 +78,6 @@ class LauncherRow:
     local_rank: tuple[Source[int], ...]
     local_world_size: tuple[Source[int], ...]
     """If none is set, the number is unknown."""
-    host: tuple[Source[int], ...]
-    """Index of the host. If none is set, it is unknown, or 0 where one host has all ranks."""
     master_host: tuple[Source[str], ...]
     master_port: tuple[Source[int], ...]
     """Port of the host at which rank 0's store listens."""
@@ -140,8 +138,8 @@ def _is_alone_in_slurm(environment: _Environment) -> bool:
 
 
 # Sources: torch/distributed/elastic/agent/server/local_elastic_agent.py, _start_workers. ft_launcher (NVIDIA Resiliency
-# Extension) is derived from it. torchrun sets all of them. GROUP_RANK is the index of the agent, which is one per host.
-# Where the variables are set by hand, as by pipeproof itself, only RANK to LOCAL_RANK and the address are required.
+# Extension) is derived from it. torchrun sets all of them. Where the variables are set by hand, as by pipeproof itself,
+# only RANK to LOCAL_RANK and the address are required.
 TORCHRUN = LauncherRow(
     name="torchrun, ft_launcher",
     command="torchrun --nproc-per-node {ranks}",
@@ -151,7 +149,6 @@ TORCHRUN = LauncherRow(
     world_size=_numbers("WORLD_SIZE"),
     local_rank=_numbers("LOCAL_RANK"),
     local_world_size=_numbers("LOCAL_WORLD_SIZE"),
-    host=_numbers("GROUP_RANK"),
     master_host=(_MASTER_HOST,),
     master_port=(_MASTER_PORT,),
     run_id=_texts("TORCHELASTIC_RUN_ID"),
@@ -160,8 +157,8 @@ TORCHRUN = LauncherRow(
 
 # Sources: paddle/distributed/launch/controllers/collective.py, _build_pod_with_args and _build_pod_with_master, for the
 # rank, the sizes and the addresses; paddle/distributed/parallel.py, init_parallel_env, for the order of the addresses.
-# The launcher counts neither hosts nor restarts for its processes. paddle/distributed/launch/context/args_envs.py reads
-# PADDLE_JOB_ID, which processes inherit. paddle.distributed.spawn, for one host, sets no local rank: it is the rank.
+# The launcher counts no restarts. paddle/distributed/launch/context/args_envs.py reads PADDLE_JOB_ID, which processes
+# inherit. paddle.distributed.spawn, for one host, sets no local rank: it is the rank.
 PADDLE = LauncherRow(
     name="paddle.distributed.launch",
     command="python -m paddle.distributed.launch --nproc_per_node {ranks}",
@@ -171,7 +168,6 @@ PADDLE = LauncherRow(
     world_size=_numbers("PADDLE_TRAINERS_NUM"),
     local_rank=_numbers("PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE", "PADDLE_TRAINER_ID"),
     local_world_size=_numbers("PADDLE_LOCAL_SIZE"),
-    host=(),
     master_host=(
         Source(("MASTER_ADDR", "MASTER_PORT"), lambda host, _: host),  # init_parallel_env takes both or none
         *(Source((name,), lambda text: _endpoint(text)[0]) for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS")),
@@ -185,8 +181,8 @@ PADDLE = LauncherRow(
 )
 
 # Sources: docs.open-mpi.org, "Environment variables set for MPI applications". They name no address: that of
-# OMPI_MCA_orte_hnp_uri is mpirun's, whose host need not have rank 0. OMPI_COMM_WORLD_NODE_RANK is a rank in a host, not
-# a host. PMIX_NAMESPACE is the job's name in PMIx (pmix_client.c).
+# OMPI_MCA_orte_hnp_uri is mpirun's, whose host need not have rank 0. PMIX_NAMESPACE is the job's name in
+# PMIx (pmix_client.c).
 OPEN_MPI = LauncherRow(
     name="Open MPI",
     command="mpirun -n {ranks} -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500",
@@ -196,7 +192,6 @@ OPEN_MPI = LauncherRow(
     world_size=_numbers("OMPI_COMM_WORLD_SIZE"),
     local_rank=_numbers("OMPI_COMM_WORLD_LOCAL_RANK"),
     local_world_size=_numbers("OMPI_COMM_WORLD_LOCAL_SIZE"),
-    host=(),
     master_host=(_MASTER_HOST,),
     master_port=(_MASTER_PORT,),
     run_id=_texts("PMIX_NAMESPACE"),
@@ -216,7 +211,6 @@ SLURM = LauncherRow(
     world_size=_numbers("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     local_rank=_numbers("SLURM_LOCALID"),
     local_world_size=(Source(("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"), tasks_on_node),),
-    host=_numbers("SLURM_NODEID"),
     master_host=(_MASTER_HOST,),
     master_port=(_MASTER_PORT,),
     run_id=(Source(("SLURM_JOB_ID", "SLURM_STEP_ID"), "{}.{}".format),),
@@ -260,7 +254,6 @@ class LaunchedRank:
     world_size: int
     local_rank: int
     local_world_size: int | None
-    host: int | None
     master: tuple[str, int]
     """Host and port at which rank 0's store listens."""
     run_id: str
@@ -327,14 +320,12 @@ def _read(row: LauncherRow, environment: _Environment) -> LaunchedRank:
             names = (*_names(sources, environment), *_names(limiting, environment))
             assignments = " and ".join(f"{name}={environment[name]}" for name in names)
             raise ValueError(f"{assignments} contradict each other: {value} is not {relation} {limit}")
-    host = value_of(row.host, environment)
     return LaunchedRank(
         row,
         rank,
         world_size,
         local_rank,
         local_world_size,
-        0 if host is None and local_world_size == world_size else host,
         master,
         run_id=value_of(row.run_id, environment) or "",
         attempt=value_of(row.attempt, environment) or 0,
