@@ -17,7 +17,7 @@ from pipeproof.analysis.align.likely_cause import common_factor, guess
 from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.analysis.align.operations import Surroundings, operation_of
 from pipeproof.analysis.align.read_record import Values
-from pipeproof.analysis.align.record_format import Recorded, RecordedStep
+from pipeproof.analysis.align.record_format import Recorded
 from pipeproof.analysis.align.record_map import Side
 from tests.align.test_record_map import write
 from tests.cli.commands import invoke
@@ -27,7 +27,6 @@ RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(4, 4, 8)).astype("f4")
 U = RANDOM.normal(size=(4, 4, 8)).astype("f4")
 V = RANDOM.normal(size=(4, 4, 8)).astype("f4")
-STEP = RecordedStep(0, "1", "0" * 32, ())
 
 
 def recorded(layer, array, *, parameter="", direction="forward", side="output", micro_batch=0):
@@ -38,7 +37,7 @@ def recorded(layer, array, *, parameter="", direction="forward", side="output", 
 def around(first, *others):
     """Surroundings of earlier tensors (layer, array), the same on both sides, and of the first that differs."""
     sides = [Side(line, lambda array=array: Values(array, {})) for line, array in [*others, first]]
-    return Surroundings([(side, side) for side in sides], STEP, STEP)
+    return Surroundings([(side, side) for side in sides])
 
 
 def cause(x, y, *others, **where):

@@ -228,7 +228,7 @@ class TensorComparison:
                 alignment.example = alignment.example or f"step {a.step}, {lacking[0].title}: only {side} has it"
         alignment.only_a += len(paired.only_a)
         alignment.only_b += len(paired.only_b)
-        surroundings = Surroundings(paired.pairs, a, b)
+        surroundings = Surroundings(paired.pairs)
         checked = [self._checked(pair, surroundings) for pair in paired.pairs]
         differing = [each for each in checked if self._differs(each)]
         if differing and alignment.first is None:
@@ -242,8 +242,8 @@ class TensorComparison:
             alignment.first_step, tensor = a.step, each.pair[1].recorded
             names = alignment.with_equal_bits if each.verdict is Verdict.EQUAL_BITS else alignment.with_other_bits
             names.setdefault(tensor.kind, None)
-        if alignment.first_step == a.step and self._tolerance.rounding:  # later, weights are equal within rounding
-            alignment.systematic = _systematic(checked)
+        if alignment.first_step == a.step and self._tolerance.rounding and self._is_program:
+            alignment.systematic = _systematic(checked)  # in later steps weights are equal within rounding only
         if differing:
             if not alignment.differing_steps:
                 alignment.num_in_first_step, alignment.compared_in_first_step = len(differing), len(checked)

@@ -117,7 +117,7 @@ def _addends(parts: Values, total: Values, side: str) -> Cause | None:
     for addends, who in ((everyone, "ranks"), (distinct, "groups of ranks")):  # groups have reduced over other axes
         summed = np.add.reduce([parts.whole, *addends], axis=0, dtype=np.float64)
         for words, whole in (("sum", summed), ("mean", summed / (1 + len(addends)))):
-            if max_relative(whole, total.whole) <= ROUNDINGS * _eps(total.whole):
+            if max_relative(whole, total.whole) <= ROUNDINGS * eps_of(total.whole.dtype.name):
                 evidence = f"{1 + len(addends)} {who} of {side} hold different tensors; their {words} is {other}'s"
                 return Cause(Family.MISSING_REDUCTION, f"{evidence} to within rounding")
     return None
@@ -487,7 +487,3 @@ def _disagreement(recorded: Recorded, side: str) -> str:
         if md5 != shard.md5:
             return f"; ranks {rank} and {shard.rank} of {side} hold different values of the same part"
     return ""
-
-
-def _eps(array: Array) -> float:
-    return eps_of(array.dtype.name)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeproof.analysis.align.array_digests import Array
-from pipeproof.analysis.align.record_format import WHOLE, Recorded, RecordedStep
+from pipeproof.analysis.align.record_format import WHOLE, Recorded
 from pipeproof.analysis.align.record_map import Pair
 
 
@@ -79,9 +79,8 @@ def _before(first: Recorded, recorded: Sequence[Recorded], is_equal: Mapping[str
 class Surroundings:
     """The tensors of a step, as evidence for a cause: those of B with their partners."""
 
-    def __init__(self, pairs: Sequence[Pair], a: RecordedStep, b: RecordedStep) -> None:
+    def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs
-        self.losses = a.loss, b.loss
 
     @cached_property
     def _by_key(self) -> Mapping[str, Pair]:

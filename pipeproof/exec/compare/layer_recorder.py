@@ -146,11 +146,6 @@ class LayerRecorder:
         self._running: list[tuple[str, int]] = []
         self._last_time = 0
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing has run since the last step ended."""
-        return not self._step.lines
-
     def entered(self, name: str, module: Any, values: Any, *, is_again: bool) -> None:
         """A module is called with ``values``; ``is_again``: by a backward that recomputes it."""
         micro_batch = self._running[0][1] if self._running else self._count(f"{name} again" if is_again else name)
@@ -169,7 +164,7 @@ class LayerRecorder:
     def finish(self, gradients: Iterable[WeightGradient]) -> None:
         """End a step; ``gradients`` are those of all parameters, from the last layer on."""
         step = self._step
-        if self.is_empty:
+        if not step.lines:
             return
         for each in gradients:
             content = self._content(each.value, each.name)
