@@ -84,6 +84,14 @@ MODELS: Mapping[str, PublicModel] = MappingProxyType(
 )
 """By the name in lower case."""
 
+NOT_DESCRIBED: Mapping[str, str] = MappingProxyType(
+    {
+        "nemotron": "blocks with a state space (Mamba) have no key in a plan",
+        "qwen3_next": "linear attention has no key in a plan",
+    }
+)
+"""Reasons by the beginning of the name in lower case."""
+
 DEFAULT_SEQ_LENGTH = 4096
 """Tokens of a sequence for a model whose source does not give the length of training."""
 
@@ -129,6 +137,9 @@ def _of_config(path: Path, flags: Flags) -> TuneModel:
 def _public_model(name: str, flags: Flags) -> TuneModel:
     wanted = _plain(name)
     by_name = {_plain(model_name): model_name for model_name in MODELS}
+    for start, reason in NOT_DESCRIBED.items():
+        if wanted.startswith(_plain(start)):
+            raise _unknown(f"{name}: {reason}", f"known models are {', '.join(MODELS)}")
     if wanted not in by_name:
         near = nearest_name(name.lower(), MODELS)
         hint = f"did you mean `{near}`? " if near else ""

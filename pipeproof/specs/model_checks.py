@@ -235,11 +235,7 @@ def _check_times(model: CustomModelSpec) -> Iterator[Problem]:
 
 
 def _check_lengths(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
-    """PP106, PP109: lengths of sequences, and the size `s` that represents them."""
-    lengths, num = plan.schedule.seq_lengths, plan.schedule.num_micro_batches
-    if lengths is not None and len(lengths) != num:
-        message = f"`schedule.seq_lengths` has {len(lengths)} entries, and schedule.num_micro_batches is {num}"
-        yield Problem("PP109", ("schedule", "seq_lengths"), message, help=f"give {num}")
+    """PP106: the size `s` represents lengths of sequences, which must be given."""
     outputs: list[tuple[str, LayerOutputSpec, KeyPath]] = [
         (f"an output of `{layer.name}`", out, ("model", "layers", index, "out", position))
         for index, layer in enumerate(model.layers)
@@ -247,7 +243,7 @@ def _check_lengths(plan: PlanSections, model: CustomModelSpec) -> Iterator[Probl
     ]
     outputs += [(f"`{edge.name}`", edge, ("edges", index)) for index, edge in enumerate(plan.edges)]
     for what, out, path in outputs:
-        if SEQUENCE in out.shape and lengths is None:
+        if SEQUENCE in out.shape and plan.schedule.seq_lengths is None:
             message = f"{what} has the size `{SEQUENCE}`, and schedule.seq_lengths is not given"
             fix = "give the length of each micro-batch, or write a number"
             yield Problem("PP106", (*path, "shape"), message, help=fix)

@@ -13,7 +13,7 @@ from pipeproof.specs.transport import SHARDED_DIM, BoundarySpec, is_float
 
 
 def check_boundaries(plan: PlanSections) -> list[Problem]:
-    """PP106, PP108, PP109: entries of ``boundaries`` and sizes by micro-batch agree with the rest of the plan."""
+    """PP106, PP108: entries of ``boundaries`` and sizes by micro-batch agree with the rest of the plan."""
     problems = [*_check_sizes(plan), *_check_sequence_shards(plan)]
     if plan.edges:
         message = "`edges` are of custom layers; each layer of the GPT reads the output of the one before it"
@@ -45,16 +45,7 @@ def check_boundaries(plan: PlanSections) -> list[Problem]:
 
 def _check_sizes(plan: PlanSections) -> Iterator[Problem]:
     schedule = plan.schedule
-    lengths = schedule.seq_lengths
-    if lengths is not None and len(lengths) != schedule.num_micro_batches:
-        yield Problem(
-            "PP109",
-            ("schedule", "seq_lengths"),
-            f"`schedule.seq_lengths` has {len(lengths)} entries, and schedule.num_micro_batches is "
-            f"{schedule.num_micro_batches}",
-            help=f"give {schedule.num_micro_batches}, or leave it out for model.seq_length everywhere",
-        )
-    for index, length in enumerate(lengths or ()):
+    for index, length in enumerate(schedule.seq_lengths or ()):
         if length > plan.gpt.seq_length:
             yield Problem(
                 "PP106",
@@ -219,24 +210,25 @@ def check_placed_ranks(plan: PlanSections) -> list[Problem]:
 
 
 def check_lengths(plan: PlanSections) -> list[Problem]:
-    """PP109: lists by global stage have one entry per stage."""
-    num_stages = plan.num_stages
-    lists: dict[tuple[str, ...], object] = {("stages",): plan.stages}
+    """PP109: lists have one entry per global stage, or per micro-batch."""
+    num, num_stages = plan.schedule.num_micro_batches, plan.num_stages
+    by_stage, one_time = (num_stages, _stage_count(plan)), "one time for all stages"
+    lists: dict[KeyPath, tuple[object, tuple[int, str], str]] = {
+        ("schedule", "seq_lengths"): (
+            plan.schedule.seq_lengths,
+            (num, f"schedule.num_micro_batches is {num}"),
+            "leave it out if all have one length",
+        ),
+        ("stages",): (plan.stages, by_stage, "leave it out for an even partition"),
+    }
     for name in (*TIME_KEYS, "overlapped_us", "optimizer_us"):
-        lists["cost", name] = getattr(plan.cost, name)
+        lists["cost", name] = (getattr(plan.cost, name), by_stage, one_time)
     problems = []
-    for path, values in lists.items():
-        if isinstance(values, tuple) and len(values) != num_stages:
+    for path, (values, (wanted, count), alternative) in lists.items():
+        if isinstance(values, tuple) and len(values) != wanted:
             entries = "1 entry" if len(values) == 1 else f"{len(values)} entries"
-            alternative = "one time for all stages" if path[0] == "cost" else "leave it out for an even partition"
-            problems.append(
-                Problem(
-                    "PP109",
-                    path,
-                    f"`{'.'.join(path)}` has {entries}, and {_stage_count(plan)}",
-                    help=f"give {num_stages}, or {alternative}",
-                )
-            )
+            message = f"`{dotted(path)}` has {entries}, and {count}"
+            problems.append(Problem("PP109", path, message, help=f"give {wanted}, or {alternative}"))
     return problems
 
 

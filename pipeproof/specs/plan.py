@@ -56,37 +56,30 @@ class PlanSpec(PlanSections):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        if self.is_custom:
-            refuse(
-                [
-                    *check_custom_layers(self, self.custom),
-                    *check_placed_ranks(self),
-                    *check_lengths(self),
-                    *check_global_batch(self),
-                    *check_network(self),
-                    *check_buckets(self),
-                    *check_run(self),
-                    *check_overlap(self),
-                ]
-            )
-            return self
-        refuse(
-            [
+        own = (
+            check_custom_layers(self, self.custom)
+            if self.is_custom
+            else [
                 *check_tensor_parallel(self),
                 *check_expert_parallel(self),
                 *check_mtp(self),
                 *check_compressed_attention(self),
-                *check_placed_ranks(self),
-                *check_lengths(self),
-                *check_global_batch(self),
                 *check_cut(self),
                 *check_splits(self),
                 *check_analytic(self),
                 *check_activations(self),
-                *check_network(self),
-                *check_buckets(self),
                 *check_boundaries(self),
                 *check_main_grad(self),
+            ]
+        )
+        refuse(
+            [
+                *own,
+                *check_placed_ranks(self),
+                *check_lengths(self),
+                *check_global_batch(self),
+                *check_network(self),
+                *check_buckets(self),
                 *check_run(self),
                 *check_overlap(self),
             ]

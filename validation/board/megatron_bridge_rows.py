@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeproof.interop.tune_models import MODELS, PublicModel
+from pipeproof.interop.tune_models import MODELS, NOT_DESCRIBED, PublicModel
 from validation.board.bridge_recipes import recipe_of
 from validation.board.measurement import (
     EXPERTS_OVER_TP,
@@ -26,11 +26,7 @@ COLUMNS = frozenset(
 )  # fmt: skip
 _PRECISIONS = {"BF16": None, "FP8": "float8", "MXFP8": "float8", "NVFP4": "float4"}
 
-_NOT_DESCRIBED = {
-    "nemotron": "blocks with a state space (Mamba) have no key in a plan",
-    "deepseekv4": "sparse attention has no key in a plan",
-    "qwen3_next": "linear attention has no key in a plan",
-}
+_NOT_DESCRIBED = {**NOT_DESCRIBED, "deepseekv4": "sparse attention has no key in a plan"}
 """Reasons by the beginning of a model's name in lower case."""
 _WITH_BIASES = "gpt oss 120b"
 """Model whose experts have biases, and whose rotary positions have YaRN's factor, which no fused operation has."""

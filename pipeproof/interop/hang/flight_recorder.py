@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -171,36 +171,37 @@ _MOST_SPACES: Final = 2**12
 _RANK: Final = re.compile(r"(?P<prefix>.*?)(?P<rank>\d+)(?:\.(?:pkl|pickle|json|bin))?", re.DOTALL)
 
 
-def dump_files(directory: Path) -> dict[int, Path]:
-    """Return the dump file of each rank in a directory, by the number that its name ends with.
+def files_by_rank(
+    directory: Path, pattern: re.Pattern[str], is_one: Callable[[Path], bool] = Path.is_file
+) -> dict[int, Path]:
+    """Return the file of each rank in a directory, of those that ``is_one`` takes, by the rank in their names.
 
     Raises:
-        PlanFileError: PP930, there is no dump, or two are of the same rank.
+        PlanFileError: PP930, two files are of one rank, or the directory cannot be read.
     """
     try:
         paths = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
+        matches = [(path, match) for path in paths if (match := pattern.fullmatch(path.name)) and is_one(path)]
     except OSError as error:
         raise unreadable_directory(directory, error) from error
     files: dict[int, Path] = {}
-    for path in paths:
-        match = _RANK.fullmatch(path.name)
-        if match is None:
-            continue
-        rank = int(match["rank"])
-        if rank in files:
-            raise unreadable_dump(
-                f"`{files[rank].name}` and `{path.name}` are both of rank {rank}",
-                str(directory),
-                help="give a directory with the dumps of one hang",
-            )
-        files[rank] = path
+    for path, match in matches:
+        other = files.setdefault(int(match["rank"]), path)
+        if other is not path:
+            message = f"`{other.name}` and `{path.name}` are both of rank {int(match['rank'])}"
+            raise unreadable_dump(message, str(directory), help="give a directory with the files of one hang")
+    return dict(sorted(files.items()))
+
+
+def _dump_files(directory: Path) -> dict[int, Path]:
+    files = files_by_rank(directory, _RANK)
     if not files:
         raise unreadable_dump(
             f"no dump in `{directory}`: the name of each ends with its rank, such as nccl_trace_rank_0",
             str(directory),
             help="set TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_NCCL_DEBUG_INFO_TEMP_FILE=DIR/nccl_trace_rank_ in the run",
         )
-    return dict(sorted(files.items()))
+    return files
 
 
 def _read_content(path: Path) -> dict[str, Any]:
@@ -274,7 +275,7 @@ def read_dumps(directory: Path) -> tuple[Dump, ...]:
     Raises:
         PlanFileError: PP930, a file cannot be read, or is no dump of a known version.
     """
-    files = dump_files(directory)
+    files = _dump_files(directory)
     contents = {rank: _read_content(path) for rank, path in files.items()}
     members_by_group = _members_from_entries(contents)
     return tuple(_dump(rank, path, contents[rank], members_by_group) for rank, path in files.items())

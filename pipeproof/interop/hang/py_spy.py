@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign, read_foreign
-from pipeproof.interop.hang.flight_recorder import unreadable_directory, unreadable_dump
+from pipeproof.interop.hang.flight_recorder import files_by_rank, unreadable_dump
 
 MAX_BYTES: Final = 2**24
 """Largest dump of a rank's stacks."""
@@ -92,21 +92,7 @@ def stack_files(directory: Path) -> dict[int, Path]:
     Raises:
         PlanFileError: PP930, two files are of one rank, or the directory cannot be read.
     """
-    files: dict[int, Path] = {}
-    try:
-        paths = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
-        paths = [path for path in paths if _begins_as_stack(path)]
-    except OSError as error:
-        raise unreadable_directory(directory, error) from error
-    for path in paths:
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        rank = int(match["rank"])
-        if rank in files:
-            raise unreadable_dump(f"`{files[rank].name}` and `{path.name}` are both of rank {rank}", str(directory))
-        files[rank] = path
-    return dict(sorted(files.items()))
+    return files_by_rank(directory, _NAME, _begins_as_stack)
 
 
 def read_stacks(directory: Path) -> dict[int, Stack]:
