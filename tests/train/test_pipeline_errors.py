@@ -42,6 +42,7 @@ REFUSED = {
     "stages_are_a_list": "`stages` is a list",
     "module_returns_complex": "stage 0 returns a tensor of type torch.complex64.*torch.view_as_real",
     "module_returns_empty": r"stage 0 returns an empty tensor of shape \[2, 0\]",
+    "module_returns_no_gradient": "^rank 0: no output of stage 0 has a gradient",
     "shared_weight_is_not_tied": r"rank 0: .*pass tied=\[\{0: 'inner.0.weight', 3: 'inner.1.weight'\}\]",
     "no_time": "timeout_s is 0",
     "on_meta": r"rank 1: inner\.0\.weight of a stage of this rank is on the meta device",
