@@ -180,7 +180,7 @@ def test_near_names_are_compared_with_the_list_of_the_tool(tmp_path):
     ("kind", "text", "message"),
     [
         ("megatron", "policy:\n  megatron_cfg: {enabled: true}\n", "a trainer that is not read"),
-        ("paddleformers", "cutoff_len: 1024\npipeline_model_parallel_size: 4\n", "the block of arguments"),
+        ("paddleformers", "cutoff_len: 1024\npipeline_model_parallel_size: 4\n", "a trainer that is not read"),
         ("verl", "pipe_parallel_size: 4\n", "a trainer that is not read"),
         ("verl", "defaults: base.yaml\n", "the base files of `defaults` are not read"),
         ("megatron", "parallelism:\n  pp_engine: 1f1b\n", "a trainer that is not read"),

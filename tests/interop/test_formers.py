@@ -214,7 +214,7 @@ Distributed:
             "no setting here is one of",
             "`pipeproof import plan --help`",
         ),
-        ("bf16: {enabled: true}\ntrain_batch_size: 8\n", 2, "a key of DeepSpeed", "the training arguments"),
+        ("bf16: {enabled: true}\ntrain_batch_size: 8\n", 2, "a trainer that is not read", "arguments that it prints"),
         ("num_hidden_layers: 2\nmodel_type: llama\n", 2, "a model's configuration", "`--model-config`"),
         ("enable_auto_parallel: 1\npipeline_parallel_degree: 2\n", 1, "automatic parallelism", "false"),
     ],

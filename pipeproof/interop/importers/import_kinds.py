@@ -82,8 +82,12 @@ def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
                 fix += "`pipeproof check --from fleet strategy.prototxt`"
             message = PYTHON if fix is None else PYTHON.split(":")[0]
             raise PlanFileError(UNREADABLE.finding(message, Location(str(file)), fix))
-        if file.suffix in _VALUES and OF_OTHER_TRAINERS.search(read_text(str(file))):
-            raise PlanFileError(UNREADABLE.finding(f"this looks like {NOT_READ}", Location(str(file))))
+        text = read_text(str(file)) if file.suffix in _VALUES else ""
+        foreign = OF_OTHER_TRAINERS.search(text)
+        if foreign is not None:
+            looks, _, fix = f"this looks like {NOT_READ}".partition(": ")
+            line = text.count("\n", 0, foreign.end()) + 1
+            raise PlanFileError(UNREADABLE.finding(looks, Location(str(file), line), fix))
     from pipeproof.interop.importers.imported import repeatable
 
     return repeatable(partial(KINDS[kind].load(), files), flags)

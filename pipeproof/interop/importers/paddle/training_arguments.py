@@ -62,15 +62,8 @@ _DEGREE_NAMES = tuple(name for names in DEGREES.values() for name in names)
 _PIPELINE_NAMES = (*_DEGREE_NAMES, *SWITCHES, *_OTHERS)
 _OF_FLEETX = frozenset({"dp_degree", "mp_degree", "pp_degree"})
 """Settings of PaddleFleetX, which these trainers do not have."""
-_DEEPSPEED = ("DeepSpeed's configuration", "give the training arguments")
-_MODEL = ("a model's configuration", "give the training arguments, and this file with `--model-config`")
-_OF_OTHERS = {
-    "train_batch_size": _DEEPSPEED,
-    "train_micro_batch_size_per_gpu": _DEEPSPEED,
-    "architectures": _MODEL,
-    "model_type": _MODEL,
-}
-"""Keys of other files that have some names in common with training arguments: whose key, and the fix."""
+_OF_MODELS = frozenset({"architectures", "model_type"})
+"""Keys of a model's configuration, which has some names in common with training arguments."""
 _KNOWN_ELSEWHERE = frozenset(
     {"moe_sharding_parallel_size", "expert_tensor_model_parallel_size", "expert_tensor_parallel_degree",
      "pp_need_data_degree", "tensor_parallel_config", "sharding_parallel_config", "data_parallel_config",
@@ -341,9 +334,9 @@ def _require_known_trainer(settings: Settings) -> None:
     keys = (*_PIPELINE_NAMES, *_SEQUENCE, *_COMMON)
     if not any(name in settings for name in (*_DEGREE_NAMES, "per_device_train_batch_size")):
         for name in settings.values:
-            if name in _OF_OTHERS:
-                whose, fix = _OF_OTHERS[name]
-                raise unreadable(f"`{name}` is a key of {whose}", settings.location(name), fix)
+            if name in _OF_MODELS:
+                fix = "give the training arguments, and this file with `--model-config`"
+                raise unreadable(f"`{name}` is a key of a model's configuration", settings.location(name), fix)
     if not any(name in settings for name in keys):
         raise unreadable(
             "no setting here is one of PaddleFormers, PaddleNLP or ERNIE that a plan needs",
