@@ -144,7 +144,7 @@ def _batch_member_problems(plan: LoweredPlan, edge: int, member: Boundary, token
 
 
 def adds_by_block(plan: LoweredPlan) -> bool:
-    """Whether a whole backward adds the weight gradients of a recomputed block before it goes on to the next one.
+    """True if a whole backward adds the weight gradients of a recomputed block before it computes the next one again.
 
     Else it would keep inputs and output gradients of the products of all blocks to its end. Not if I and W are apart,
     nor with overlapped pairs, which may compute W while they wait, nor if W gathers again: its collectives come last.

@@ -117,7 +117,7 @@ class Stage(ABC, Generic[TokenBatch]):
                 layer_ops.tables[0], recomputes="core_attn" in self._modules,
             )  # fmt: skip
         self.adds_by_block = False
-        """Whether the backward of a recomputed block also adds its weight gradients, so that nothing of it is kept."""
+        """True if the backward of a recomputed block also adds its weight gradients, so that nothing of it is kept."""
         self.losses: Any = None
         """The scaled loss of the latest forward through the head; with MTP modules the main loss and theirs, [k]."""
 
