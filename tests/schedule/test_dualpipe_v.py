@@ -82,61 +82,6 @@ def test_the_order_is_that_of_traces_of_fleet(num_ranks, num_micro_batches, prog
     assert fleet_actions(num_ranks, num_micro_batches) == programs
 
 
-class FleetRank:
-    """What Fleet's step asks of a rank, writing down each computation instead of doing it."""
-
-    _p2p_helper = _layers = property(lambda self: self)
-    pp_group = need_recv_meta = None
-
-    def __init__(self, rank, num_ranks, num_micro_batches):
-        self.group_rank, self.num_ranks, self.accumulate_steps = rank, num_ranks, num_micro_batches
-        self.actions = []
-        self._forwards, self._backwards, self._inputs = [0, 0], [0, 0], []
-
-    def is_pipeline_last_stage(self):
-        return self.group_rank == self.num_ranks - 1
-
-    def _forward(self, phase):
-        self._forwards[phase] += 1
-        return f"F{self._forwards[phase] - 1}_c{phase}"
-
-    def _backward(self, phase, mark="B"):
-        self._backwards[phase] += 1
-        return f"{mark}{self._backwards[phase] - 1}_c{phase}"
-
-    def _forward_pass(self, phase, micro_datasets=None, **_):
-        self.actions.append(self._forward(phase))
-
-    def _backward_pass(self, phase, enable_zb=False, **_):
-        self.actions.append(self._backward(phase, "BI" if enable_zb else "B"))
-        if enable_zb:
-            self._inputs.append(self.actions[-1])
-
-    def _forward_backward_pass(self, forward_phase, backward_phase, micro_datasets=None, **_):
-        self.actions.append(f"FB({self._forward(forward_phase)},{self._backward(backward_phase)})")
-
-    def _weight_pass(self):
-        self.actions.append(self._inputs.pop(0).replace("BI", "W"))
-
-    def _nothing(self, *_):
-        """Data, transfers and the loss: no computation of the schedule."""
-
-    _reset_states = recv_meta_from_head = _wrap_data = _commit_and_wait_comm = _nothing
-    _recv_forward = _send_forward = _send_backward = _nothing
-    allreduce_shared_weight_gradients = _broadcast_final_loss = _nothing
-
-
-@pytest.mark.needs_paddle
-@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), GRID)
-def test_the_order_is_that_of_fleets_own_code(num_ranks, num_micro_batches):
-    from paddle.distributed.fleet.meta_parallel.dualpipev import DualPipeVParallel
-
-    ranks = [FleetRank(rank, num_ranks, num_micro_batches) for rank in range(num_ranks)]
-    for rank in ranks:
-        DualPipeVParallel.forward_backward_pipeline(rank, None, None)
-    assert fleet_actions(num_ranks, num_micro_batches) == [rank.actions for rank in ranks]
-
-
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 1), (2, 3), (4, 1), (4, 7)])
 def test_too_few_micro_batches_are_refused_with_the_least_that_fit(num_ranks, num_micro_batches):
     with pytest.raises(UnfitSizesError) as caught:

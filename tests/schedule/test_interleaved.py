@@ -43,14 +43,6 @@ def peaks_of_warm_up(p, m, v, first_group):
     return [min(v * m, (v - 1) * first_group + 2 * (p - 1 - rank) + 1) for rank in range(p)]
 
 
-@given(p=ranks, v=chunks, rounds=st.integers(1, 4), tf=durations, tb=durations)
-@few
-def test_where_micro_batches_divide_by_ranks_only_the_pipeline_fill_is_lost(p, v, rounds, tf, tb):
-    m = rounds * p
-    assert makespan(p, m, v, tf=tf, tb=tb) == (v * m + p - 1) * (tf + tb)
-    assert peaks(p, m, v) == peaks_of_warm_up(p, m, v, p)
-
-
 @given(p=ranks, v=chunks, m=micro_batches, tf=durations, tb=durations)
 @few
 def test_rounds_of_other_sizes_are_as_good_and_fewer_micro_batches_than_ranks_wait_for_the_way_around(p, v, m, tf, tb):
@@ -75,11 +67,6 @@ def test_without_latency_every_variant_takes_the_same_time_and_differs_in_what_i
         first_group = {"torch": m // (m // p), "megatron": group_size}.get(variant, p + m % p)
         held = peaks_of_warm_up(p, m, v, first_group)
     assert peaks(p, m, v, variant, group_size) == held
-
-
-def test_goldens():
-    assert makespan(4, 8, 2) == 57
-    assert peaks(4, 8, 2) == [11, 9, 7, 5]
 
 
 @pytest.mark.parametrize(("p", "v", "m", "taken"), [(4, 2, 10, 79), (3, 2, 4, 37), (2, 3, 5, 52)])

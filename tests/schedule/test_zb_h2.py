@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pipeproof.schedule.generators.zb_h1 import zb_h1
 from pipeproof.schedule.generators.zb_h2 import zb_h2
 from pipeproof.schedule.ops import OpKind
-from tests.schedule.zero_bubble import few, peaks, run, spans, time, times, uneven_runs
+from tests.schedule.zero_bubble import few, peaks, run, spans, times, uneven_runs
 
 ranks = st.integers(1, 7)
 more = st.integers(0, 12)
@@ -18,15 +18,6 @@ def idle_per_hop(tf, ti, tw):
 
 def makespan_of(p, m, tf, ti, tw):
     return m * (tf + ti + tw) + (p - 1) * max(tf, idle_per_hop(tf, ti, tw))
-
-
-@given(ranks, more, time)
-@few
-def test_with_equal_times_no_rank_idles_between_its_first_and_its_last_operation(p, more, t):
-    m = 2 * p - 1 + more
-    timed = run(zb_h2(p, m), t, t, t)
-    assert spans(timed) == [3 * m * t] * p
-    assert timed.makespan == (3 * m + p - 1) * t
 
 
 @given(ranks, more, times)

@@ -23,13 +23,6 @@ def idle_of(p, tf, ti, tw):
     )
 
 
-def test_the_golden_of_four_ranks_and_eight_micro_batches():
-    timed = run(zb_v(4, 8))
-    assert timed.makespan == 51
-    assert spans(timed) == [48] * 4
-    assert peaks(timed) == [8] * 4
-
-
 @given(ranks, st.integers(0, 12), time)
 @few
 def test_with_equal_times_no_rank_idles_between_its_first_and_its_last_operation(p, more, t):

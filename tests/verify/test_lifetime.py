@@ -52,18 +52,8 @@ CASES = {
         text_of(SENDER, "1RECV_F0{peer=0 writes=r[0]} 1RECV_F1{peer=0 writes=r[1]} WAIT(1RECV_F0) "
                 "1F0{reads=r[0]} WAIT(1RECV_F1) 1F1{reads=r[1]}"),
     ),
-    "I10, the output is freed before it is sent": (
-        {"PP503"},
-        text_of("0F0 FREE(0SEND_F0) 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
-        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) FREE(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
-    ),
     "I10, a tensor that the backward captured is freed": (
         {"PP503"}, text_of("0F0 FREE(0F0) 0B0"), text_of("0F0 0B0 FREE(0F0)"),
-    ),
-    "I11, freed and allocated anew without what was in it": (
-        {"PP503"},
-        text_of("0F0{writes=act frees=act} 0B0{reads=act}"),
-        text_of("0F0{writes=act} 0B0{reads=act frees=act}"),
     ),
     "the same memory is freed twice": (
         {"PP503"}, text_of("0F0{writes=x} FREE(0F0) FREE(0F0)"), text_of("0F0{writes=x} FREE(0F0)"),
@@ -78,11 +68,6 @@ CASES = {
     "resharded weights are used": (
         {"PP503"}, text_of("0UNSHARD 0F0 0RESHARD 0B0"), text_of("0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD"),
     ),
-    "G2, a sum begins with what the memory held": (
-        {"PP506"},
-        text_of("0F0 0B0{reads=g writes=g} 0F1 0B1{reads=g writes=g}"),
-        text_of("0F0 0B0{writes=g} 0F1 0B1{reads=g writes=g}"),
-    ),
     "an output is sent before it is computed": (
         {"PP506"},
         text_of("0SEND_F0{peer=1} WAIT(0SEND_F0) 0F0", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
@@ -93,18 +78,6 @@ CASES = {
         text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1F0 1RECV_F0{peer=0} WAIT(1RECV_F0)"),
         text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
     ),
-    "I5, an operation outside of the side queue": (
-        {"PP507"},
-        text_of("0F0{queue=side writes=lse} 0F1{reads=lse writes=lse} WAIT(0F0) 0F2{reads=lse} "
-                "WAIT(0F2){queue=side}"),
-        text_of("0F0{queue=side writes=lse} 0F1{queue=side reads=lse writes=lse} WAIT(0F1) 0F2{reads=lse} "
-                "WAIT(0F2){queue=side}"),
-    ),
-    "I6, nothing waits for the reduction before the optimizer": (
-        {"PP507"},
-        text_of("0F0 0B0 WAIT(0B0){queue=c} 0REDUCE_GRAD:dp{queue=c} 0STEP WAIT(0REDUCE_GRAD:dp)"),
-        text_of("0F0 0B0 WAIT(0B0){queue=c} 0REDUCE_GRAD:dp{queue=c} WAIT(0REDUCE_GRAD:dp) 0STEP"),
-    ),
     "I3, no wait in the other direction": (
         {"PP507"},
         text_of("0F0 0F1 0B0{writes=g} WAIT(0B0){queue=c} 0ALL_REDUCE0:dp{queue=c reads=g group=0} 0B1{writes=g} "
@@ -113,11 +86,6 @@ CASES = {
         text_of("0F0 0F1 0B0{writes=g} WAIT(0B0){queue=c} 0ALL_REDUCE0:dp{queue=c reads=g group=0} "
                 "WAIT(0ALL_REDUCE0:dp) 0B1{writes=g} WAIT(0B1){queue=c} 0ALL_REDUCE1:dp{queue=c reads=g group=0} "
                 "WAIT(0ALL_REDUCE1:dp)", groups=["dp: 0"]),
-    ),
-    "I9, all-gathers into symmetric memory without a barrier": (
-        {"PP507"},
-        text_of(*[GATHERS.format(between="")] * 2, groups=["tp: 0 1"]),
-        text_of(*[GATHERS.format(between="0BARRIER:tp{group=0} ")] * 2, groups=["tp: 0 1"]),
     ),
     "members of one batch write one buffer": (
         {"PP507"}, text_of("0F0{batch=0 writes=x} 0F1{batch=0 writes=x}"), text_of("0F0{writes=x} 0F1{writes=x}"),
@@ -130,28 +98,6 @@ CASES = {
         text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)",
                 "1RECV_F0{peer=0 writes=r} WAIT(1RECV_F0) 1F0 WAIT(1F0){queue=w} "
                 "1ALL_REDUCE:dp{queue=w reads=r group=0} WAIT(1ALL_REDUCE:dp)", groups=["dp: 1"]),
-    ),
-    "I6, the last reduction runs into the next step": (
-        {"PP508"},
-        text_of("0F0 0B0 WAIT(0B0){queue=c} 0SCALE_GRAD{queue=c}"),
-        text_of("0F0 0B0 WAIT(0B0){queue=c} 0SCALE_GRAD{queue=c} WAIT(0SCALE_GRAD)"),
-    ),
-    "I3, the index of a double buffer does not move": (
-        {"PP509"},
-        text_of(SENDER, "1RECV_F0{peer=0 writes=r[0]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=r[0]} WAIT(1RECV_F1) "
-                "1F0{reads=r[0]} 1F1{reads=r[0]}"),
-        text_of(SENDER, "1RECV_F0{peer=0 writes=r[0]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=r[1]} WAIT(1RECV_F1) "
-                "1F0{reads=r[0]} 1F1{reads=r[1]}"),
-    ),
-    "the receive buffers are exchanged": (
-        {"PP510"},
-        text_of(SENDER, "1RECV_F0{peer=0 writes=r[0]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=r[1]} WAIT(1RECV_F1) "
-                "1F0{reads=r[1]} 1F1{reads=r[0]}"),
-        text_of(SENDER, "1RECV_F0{peer=0 writes=r[1]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=r[0]} WAIT(1RECV_F1) "
-                "1F0{reads=r[1]} 1F1{reads=r[0]}"),
-    ),
-    "activations are reloaded that were never offloaded": (
-        {"PP515"}, text_of("0F0 0RELOAD0 0B0"), text_of("0F0 0OFFLOAD0 FREE(0OFFLOAD0) 0RELOAD0 0B0"),
     ),
 }  # fmt: skip
 """Mistake, its codes, the program, and a correct program close to it."""

@@ -38,13 +38,14 @@ def test_accepted(name):
 
 @settings(max_examples=60)
 @given(st.data())
-def test_no_plan_of_our_generators_has_an_error(data):
-    """Any topology and schedule that the plan format takes, at small sizes."""
+def test_plans_of_our_generators_are_right_unless_partial_meets_sequence_parallelism(data):
+    """Any topology and schedule that the plan format takes, at small sizes; `partial` corrupts what SP shards."""
     draw = data.draw
     pp, tp = draw(st.integers(1, 4), "pp"), draw(st.sampled_from([1, 2, 4]), "tp")
     kind = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]), "schedule")
     sequence_parallel = draw(st.booleans(), "sequence parallel")
-    transports = st.sampled_from(["full"] if sequence_parallel and tp > 1 else ["full", "partial"])
+    transports = st.sampled_from(["full", "partial"])
+    transport = {side: draw(transports, side) for side in ("forward", "backward")}
     schedule = {"kind": kind, "num_micro_batches": draw(st.integers(1, 7), "micro-batches")}
     if kind == "interleaved":
         schedule["num_chunks"] = draw(st.integers(2, 3), "chunks")
@@ -61,7 +62,7 @@ def test_no_plan_of_our_generators_has_an_error(data):
         },
         schedule=schedule,
         loss={"normalization": draw(st.sampled_from(["global_tokens", "mean_of_micro_batches"]), "loss")},
-        transport={"forward": draw(transports, "forward"), "backward": draw(transports, "backward")},
+        transport=transport,
     )
-    assert error_codes(one) == ()
-    assert error_codes(one.unfolded()) == ()
+    is_corrupt = sequence_parallel and tp > 1 and pp > 1 and "partial" in transport.values()
+    assert error_codes(one) == error_codes(one.unfolded()) == (("PP201",) if is_corrupt else ())
