@@ -1,8 +1,5 @@
 """PyTorch's CSV of a pipeline schedule: both of its formats are read, and the compute-only one is written.
 
-Files of releases before 2.7 are read, too: there ``BW`` is the whole backward, and ``B`` next to a ``W`` of the same
-stage and micro-batch is ``I``.
-
 ``PipelineScheduleMulti._dump_csv`` and ``_PipelineScheduleRuntime._dump_csv``
 (torch 2.13, ``torch/distributed/pipelining/schedules.py``) write one line for
 each rank and one cell for each ``_Action``. In the compute-only format a cell
@@ -29,17 +26,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import shortened
-from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.inexpressible import require_bare, require_computations, steps_of
 from pipeproof.schedule.formats.op_text import OpReader
-from pipeproof.schedule.formats.text_tokens import Findings, Placed, end_of, placed_line
+from pipeproof.schedule.formats.schedule_size_checks import RawSchedule
+from pipeproof.schedule.formats.text_tokens import Findings, Placed, end_of, first_line, lines_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
-from pipeproof.specs.schedule import BAD_OPERATION, NO_OPERATIONS
+from pipeproof.specs.schedule import BAD_OPERATION
 
 WEIGHT_KINDS = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.REDUCE_GRAD})
 CELL_KINDS = COMPUTE_KINDS | (TRANSFER_KINDS - META_KINDS) | WEIGHT_KINDS
@@ -47,72 +43,23 @@ CELL_KINDS = COMPUTE_KINDS | (TRANSFER_KINDS - META_KINDS) | WEIGHT_KINDS
 
 _OVERLAP = re.compile(r"\([ \t]*([^();]*?)[ \t]*;[ \t]*([^();]*?)[ \t]*\)OVERLAP_F_B")
 _CELL = re.compile(r'[ \t]*("?)([^",]*?)\1[ \t]*(,|\Z)')
-_OLD_WHOLE = re.compile(r"(\d+)BW(\d+)")
 _SOME_CELL = re.compile(r'(?:^|,)[ \t"]*(?:\(?\d+_?[A-Za-z]|,)')
-
-
-@dataclass(frozen=True, slots=True)
-class CsvSchedule:
-    """One row for each operation of each rank, in order; the two of an overlapped pair share a ``batch``.
-
-    A row's ``origin`` is a place in ``origins``. ``ends`` are the places
-    behind the last cell of each rank, ``idle`` those of empty cells.
-    """
-
-    rows_by_rank: tuple[tuple[Row, ...], ...]
-    origins: tuple[Location, ...]
-    ends: tuple[Location, ...]
-    idle: tuple[Location, ...]
-
-    def first_other_than_compute(self) -> Row | None:
-        """The first row of the format with communication; None in a file of the compute-only format."""
-        rows = (row for rows in self.rows_by_rank for row in rows)
-        return next((row for row in rows if row.op.kind not in COMPUTE_KINDS), None)
 
 
 def looks_like_csv(text: str) -> bool:
     """Return True if a cell of the first line that is not blank is empty or begins as in such a file."""
-    first = next((line for line in LINE_BREAK.split(text) if line.strip()), "")
-    return _SOME_CELL.search(first) is not None
+    return _SOME_CELL.search(first_line(text)) is not None
 
 
-def read_csv(text: str, file: str, findings: Findings) -> CsvSchedule:
-    """Every line as the cells of a rank; blank lines at the end do not count.
+def read_csv(text: str, file: str, findings: Findings) -> tuple[RawSchedule, Sequence[Location]]:
+    """Every line as the cells of a rank, and the places of empty cells; the two of an overlapped pair share a batch.
 
     Findings: PP131 for a blank line between others, PP132 for cells.
     """
-    lines = [placed_line(line, file, number) for number, line in enumerate(LINE_BREAK.split(text), start=1)]
-    while lines and not lines[-1].text.strip():
-        lines.pop()
-    reader = _Reader(findings)
-    for rank, line in enumerate(lines):
+    lines, reader = lines_of(text, file, findings, blank=" \t,"), _Reader(findings)
+    for line in lines:
         reader.rank(_words(line))
-        if not line.text.strip(" \t,"):
-            findings.add(NO_OPERATIONS, line.location, f"line {rank + 1} is rank {rank}, and has no operations")
-    return CsvSchedule(
-        tuple(map(tuple, _current(reader.rows))), tuple(reader.origins), tuple(map(end_of, lines)), tuple(reader.idle)
-    )
-
-
-def _current(rows_by_rank: list[list[Row]]) -> list[list[Row]]:
-    """The rows with a backward as ``I`` where an older release wrote ``B`` next to each ``W``, and no ``I`` at all."""
-    by_kind = {kind: _places(rows_by_rank, kind) for kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)}
-    halves = by_kind[OpKind.BACKWARD_WEIGHT]
-    if by_kind[OpKind.BACKWARD_INPUT] or not halves or not halves <= _places(rows_by_rank, OpKind.BACKWARD):
-        return rows_by_rank
-    return [
-        [
-            replace(row, op=row.op._replace(kind=OpKind.BACKWARD_INPUT))
-            if row.op.kind is OpKind.BACKWARD and (rank, row.op.stage, row.op.micro_batch) in halves else row
-            for row in rows
-        ]
-        for rank, rows in enumerate(rows_by_rank)
-    ]  # fmt: skip
-
-
-def _places(rows_by_rank: list[list[Row]], kind: OpKind) -> set[tuple[int, int, int | None]]:
-    numbered = ((rank, row.op) for rank, rows in enumerate(rows_by_rank) for row in rows)
-    return {(rank, op.stage, op.micro_batch) for rank, op in numbered if op.kind is kind}
+    return RawSchedule(reader.rows, reader.origins, [*map(end_of, lines)], Location(file)), reader.idle
 
 
 def _words(line: Placed) -> list[Placed]:
@@ -153,8 +100,7 @@ class _Reader:
         self.origins.append(word.place)
 
     def _op(self, word: Placed) -> Op | None:
-        whole = _OLD_WHOLE.fullmatch(word.text)
-        op = self._ops.read(word if whole is None else replace(word, text=f"{whole[1]}B{whole[2]}"))
+        op = self._ops.read(word)
         if op is not None and (op.kind not in CELL_KINDS or op.axis is not None):
             message = f"{op} is an operation of our text form, which PyTorch's CSV does not have"
             self._bad(word, message, "write the schedule in the text form, one `rank N:` line for each rank")

@@ -21,17 +21,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import shortened
-from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.inexpressible import InexpressibleError, require_bare, require_computations
 from pipeproof.schedule.formats.op_text import MAX_NUMBER
-from pipeproof.schedule.formats.text_tokens import Findings, Placed, end_of, placed_line
+from pipeproof.schedule.formats.schedule_size_checks import RawSchedule
+from pipeproof.schedule.formats.text_tokens import Findings, Placed, end_of, first_line, lines_of
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.specs.schedule import BAD_OPERATION, NO_OPERATIONS
+from pipeproof.specs.schedule import BAD_OPERATION
 
 _FORM = "Fleet's static schedule"
 _NUMBER = r"(0|[1-9][0-9]*)"
@@ -42,36 +41,21 @@ _KIND = {"f": OpKind.FORWARD, "b": OpKind.BACKWARD}
 _LETTER = {kind: letter for letter, kind in _KIND.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class FleetSchedule:
-    """One row for each step of each rank, in order; a row's ``origin`` is a place in ``origins``.
-
-    ``ends`` are the places behind the last step of each rank.
-    """
-
-    rows_by_rank: tuple[tuple[Row, ...], ...]
-    origins: tuple[Location, ...]
-    ends: tuple[Location, ...]
-
-
 def looks_like_fleet(text: str) -> bool:
     """Return True if the first line that is not blank begins as in such a file."""
-    first = next((line for line in LINE_BREAK.split(text) if line.strip()), "")
-    return _FIRST_STEP.match(first) is not None
+    return _FIRST_STEP.match(first_line(text)) is not None
 
 
-def read_fleet(text: str, file: str, findings: Findings) -> FleetSchedule:
+def read_fleet(text: str, file: str, findings: Findings) -> RawSchedule:
     """Every line as the steps of a rank; blank lines at the end do not count.
 
     Findings: PP131 for a blank line between others, PP132 for steps.
     """
-    lines = [placed_line(line, file, number) for number, line in enumerate(LINE_BREAK.split(text), start=1)]
-    while lines and not lines[-1].text.strip():
-        lines.pop()
+    lines = lines_of(text, file, findings)
     reader = _Reader(len(lines), findings)
     for rank, line in enumerate(lines):
         reader.rank(rank, line)
-    return FleetSchedule(tuple(map(tuple, reader.rows)), tuple(reader.origins), tuple(map(end_of, lines)))
+    return RawSchedule(reader.rows, reader.origins, [*map(end_of, lines)], Location(file))
 
 
 class _Reader:
@@ -85,8 +69,6 @@ class _Reader:
         """The steps of the next rank."""
         self.rows.append([])
         stop = len(line.text.rstrip())
-        if not stop:
-            self._findings.add(NO_OPERATIONS, line.location, f"line {rank + 1} is rank {rank}, and has no operations")
         offset = 0
         while offset < stop:
             behind = line.text.find(";", offset)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.formats.csv_file import CsvSchedule, csv_text, looks_like_csv, read_csv
+from pipeproof.schedule.formats.csv_file import csv_text, looks_like_csv, read_csv
 from pipeproof.schedule.formats.fleet_text import fleet_text, looks_like_fleet, read_fleet
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, InexpressibleError, computations_of
 from pipeproof.schedule.formats.op_text import OpReader
@@ -117,12 +117,14 @@ def read_schedule(text: str, file: str, expected: Expected, *, format: str = Sch
     if form is ScheduleFormat.TEXT or (form is ScheduleFormat.AUTO and looks_like_program(text)):
         return _from_text(text, file, expected, findings)
     if form is ScheduleFormat.FLEET or (form is ScheduleFormat.AUTO and looks_like_fleet(text)):
-        return _from_fleet(text, file, expected, findings)
+        steps = read_fleet(text, file, findings)
+        findings.raise_any()
+        return _as_given(steps, expected, findings)
     if form is ScheduleFormat.AUTO and text.strip() and not looks_like_csv(text):
         _refuse_unknown(text, file, findings)
-    cells = read_csv(text, file, findings)
+    cells, idle = read_csv(text, file, findings)
     findings.raise_any()
-    return _from_csv(cells, file, form, expected, findings)
+    return _from_csv(cells, idle, form, expected, findings)
 
 
 def require_attributes_kept(schedule: ForeignSchedule) -> None:
@@ -184,12 +186,6 @@ def _from_text(text: str, file: str, expected: Expected, findings: Findings) -> 
     return _as_given(raw, expected, findings, program.tensors, program.groups)
 
 
-def _from_fleet(text: str, file: str, expected: Expected, findings: Findings) -> ForeignSchedule:
-    steps = read_fleet(text, file, findings)
-    findings.raise_any()
-    return _as_given(RawSchedule(steps.rows_by_rank, steps.origins, steps.ends, Location(file)), expected, findings)
-
-
 def _as_given(
     raw: RawSchedule,
     expected: Expected,
@@ -207,21 +203,20 @@ def _as_given(
 
 
 def _from_csv(
-    cells: CsvSchedule, file: str, form: ScheduleFormat, expected: Expected, findings: Findings
+    raw: RawSchedule, idle: Sequence[Location], form: ScheduleFormat, expected: Expected, findings: Findings
 ) -> ForeignSchedule:
-    raw = RawSchedule(cells.rows_by_rank, cells.origins, cells.ends, Location(file))
-    other = cells.first_other_than_compute()
+    other = next((row for rows in raw.rows for row in rows if row.op.kind not in COMPUTE_KINDS), None)
     if other is not None and form is ScheduleFormat.CSV:
         message = f"{other.op} is no computation, and `format: csv` has only these"
         findings.add(WRONG_FORMAT, raw.place(other), message, "use `format: csv-comms`")
     computes_only = other is None and form is not ScheduleFormat.CSV_COMMS
-    for location in () if computes_only else cells.idle:
+    for location in () if computes_only else idle:
         message = "an empty cell, which PyTorch refuses where communication is given"
         findings.add(BAD_OPERATION, location, message, "remove it: cells are in the order of issue, not time steps")
     findings.raise_any()
     check_fit(raw, expected, findings)
     findings.raise_any()
-    schedule = ForeignSchedule(cells.rows_by_rank, computes_only, cells.origins, cells.ends)
+    schedule = ForeignSchedule(tuple(map(tuple, raw.rows)), computes_only, tuple(raw.origins), tuple(raw.ends))
     if computes_only:
         return schedule
     placement = schedule.placement

@@ -10,10 +10,11 @@ from types import MappingProxyType
 
 from pipeproof.diagnostics.finding import Finding, Location, RuleDoc, file_order
 from pipeproof.diagnostics.problems import listed, nearest_name, shortened
+from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.columns import NONE, REDUCTIONS, Row
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TARGET_KINDS, TRANSFER_KINDS, Op
-from pipeproof.specs.schedule import BAD_LINE, NO_PEER, ScheduleFileError
+from pipeproof.specs.schedule import BAD_LINE, NO_OPERATIONS, NO_PEER, ScheduleFileError
 
 MAX_INTEGER = 2**62
 """Largest number of an attribute; columns are 64 bits wide."""
@@ -233,6 +234,22 @@ class Placed:
 def placed_line(text: str, file: str, line: int) -> Placed:
     """A whole line of a file; ``line`` counts from 1."""
     return Placed(text, Location(file, line).part(0, len(text)))
+
+
+def first_line(text: str) -> str:
+    """The first line that is not blank."""
+    return next((line for line in LINE_BREAK.split(text) if line.strip()), "")
+
+
+def lines_of(text: str, file: str, findings: Findings, blank: str | None = None) -> list[Placed]:
+    """The lines of a file that has one for each rank. Blank lines at the end do not count; others are PP131."""
+    lines = [placed_line(line, file, number) for number, line in enumerate(LINE_BREAK.split(text), start=1)]
+    while lines and not lines[-1].text.strip():
+        lines.pop()
+    for rank, line in enumerate(lines):
+        if not line.text.strip(blank):
+            findings.add(NO_OPERATIONS, line.location, f"line {rank + 1} is rank {rank}, and has no operations")
+    return lines
 
 
 def end_of(line: Placed) -> Location:
