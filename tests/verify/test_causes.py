@@ -343,6 +343,3 @@ def test_computations_are_exchanged_exactly_if_a_transfer_is_on_the_wrong_side(r
         for other in texts:
             if other not in computes:
                 assert found_exchanges(swapped(rank, compute, other)) == []
-
-
-# --- the places of a missing end ---

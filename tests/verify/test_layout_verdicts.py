@@ -137,9 +137,6 @@ def test_a_rank_that_only_one_side_names_is_compared_with_nothing():
     assert check_subject(with_facts(map_uses=(MapUse("w", {0: whole}, {0: whole}),))).errors == ()
 
 
-# --- 217: experts ---
-
-
 # --- 209: layers that are empty ---
 
 

@@ -17,13 +17,13 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
-from pipeproof.specs.compressed_attention import AttentionType, CompressedAttentionSpec
+from pipeproof.specs.compressed_attention import AttentionType
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.reference.shared_math import AttentionTables, Choice
 
 Tensor: TypeAlias = paddle.Tensor
 WeightOf: TypeAlias = Callable[[str], Tensor]
 """The weight of a name, without the name of the attention."""
-Choice: TypeAlias = npt.NDArray[np.bool_]
 
 
 class CompressedMath:
@@ -32,11 +32,11 @@ class CompressedMath:
     def __init__(self, plan: PlanSpec, kind: AttentionType) -> None:
         spec = plan.gpt.compressed_attention
         assert spec is not None
-        self.spec, self.rate, self.size = spec, spec.rate_of(kind), plan.gpt.size_of_head
+        self.tables = AttentionTables(spec, kind)
+        self.spec, self.rate, self.size = spec, self.tables.rate, plan.gpt.size_of_head
         self.is_sparse = kind == "compressed_sparse_attention"
         self.num_readers = 2 if self.rate is None else 4
         """Products that read the attention's input, apart from those of the indexer."""
-        self._radians = _radians(spec, is_plain=self.rate is None)
         self._to_rows = [1, 0, 2] if plan.gpt.activation_order == "sbh" else [0, 1, 2]
         self._sequence_first = plan.gpt.activation_order == "sbh"
 
@@ -56,7 +56,7 @@ class CompressedMath:
         values, gates = (product(x, part) for part in ("kv", "gate"))
         bias = weight_of("indexer.positions.weight").numpy()
         rows, length = values.shape[:2]
-        windows = [self._windows(row, length) for row in range(rows)]
+        windows = self.tables.windows(rows, length)
         entries = np.empty((rows, len(windows[0]), size), dtype=values.dtype)
         for row, number in np.ndindex(entries.shape[:2]):
             first, is_first = windows[row][number]
@@ -76,7 +76,7 @@ class CompressedMath:
         queries = queries.reshape(len(queries), length, -1, size).swapaxes(1, 2)
         products = np.maximum(self._turned(queries, np.arange(length)) @ entries.swapaxes(1, 2)[:, None], 0.0)
         scores = np.einsum("bhst,bsh->bst", products, product(x, "heads"))
-        scores[~self._seen(rows, length)[..., length:]] = -np.inf
+        scores[~self.tables.seen(rows, length)[..., length:]] = -np.inf
         best = np.argsort(-scores, axis=-1, kind="stable")[..., : spec.index_topk]
         chosen = np.zeros(scores.shape, dtype=bool)
         np.put_along_axis(chosen, best, values=True, axis=-1)
@@ -95,11 +95,11 @@ class CompressedMath:
         heads = heads.transpose([1, 2, 0, 3] if self._sequence_first else [0, 2, 1, 3])
         keys = own.transpose(self._to_rows)
         length = keys.shape[1]
-        positions, seen = np.arange(length), self._seen(keys.shape[0], length)
+        positions, seen = np.arange(length), self.tables.seen(keys.shape[0], length)
         keys = self.turned(keys, positions)
         if products is not None:
             entries = self._entries(products.transpose(self._to_rows), weight_of)
-            firsts = [[first for first, _ in self._windows(row, length)] for row in range(keys.shape[0])]
+            firsts = [[first for first, _ in row] for row in self.tables.windows(keys.shape[0], length)]
             keys = paddle.concat([keys, self.turned(entries, np.array(firsts))], axis=1)
             if chosen is not None:
                 seen[..., length:] &= chosen
@@ -125,36 +125,13 @@ class CompressedMath:
         return np.concatenate([x[..., : x.shape[-1] - rope], turned.astype(x.dtype)], -1)
 
     def _angles(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        return positions[..., None] * self._radians
-
-    def _windows(self, row: int, length: int) -> list[tuple[int, bool]]:
-        """The first token of each window of a row, and whether it is the first window of a document."""
-        documents, begin = list(self.spec.documents or [length]), 0
-        windows: list[tuple[int, bool]] = []
-        for size in (documents * 2)[row % len(documents) :][: len(documents)]:
-            if self.rate is not None:
-                windows += [(begin + i * self.rate, i == 0) for i in range(size // self.rate)]
-            begin += size
-        return windows
-
-    def _seen(self, rows: int, length: int) -> Choice:
-        """True where a query sees a token, or an entry without an indexer's choice: [B, S, N]."""
-        documents = self.spec.documents or (length,)
-        seen = np.zeros((rows, length, length + len(self._windows(0, length))), dtype=bool)
-        for row in range(rows):
-            starts = np.cumsum([0, *np.roll(documents, -row)])
-            for query in range(length):
-                begin = int(starts[starts <= query][-1])
-                seen[row, query, max(begin, query + 1 - self.spec.sliding_window) : query + 1] = True
-                for number, (first, _) in enumerate(self._windows(row, length)):
-                    seen[row, query, length + number] = begin <= first and first + (self.rate or 1) <= query + 1
-        return seen
+        return positions[..., None] * self.tables.radians
 
     def _entries(self, products: Tensor, weight_of: WeightOf) -> Tensor:
         """Normed entries [B, T, D] from both products of all tokens [B, S, ..]."""
         assert self.rate is not None
         rows, length = products.shape[:2]
-        windows = [self._windows(row, length) for row in range(rows)]
+        windows = self.tables.windows(rows, length)
         tokens = [np.concatenate([np.arange(first, first + self.rate) for first, _ in row]) for row in windows]
         of_rows = [paddle.index_select(own, paddle.to_tensor(i)) for own, i in zip(products, tokens, strict=True)]
         used = paddle.stack(of_rows).reshape([rows, -1, self.rate, products.shape[-1]])
@@ -195,20 +172,3 @@ class CompressedMath:
             outputs.append(paddle.matmul(tokens.reshape([rows * length, heads // num * size]), own))
         joined = paddle.stack(outputs, axis=1)
         return joined.reshape([*(tokens.shape[:2]), -1])
-
-
-def _radians(spec: CompressedAttentionSpec, *, is_plain: bool) -> npt.NDArray[np.float64]:
-    """Radians of a position for each pair."""
-    rope, base = spec.qk_rope_head_dim, spec.rope_theta if is_plain else spec.compress_rope_theta
-    plain: npt.NDArray[np.float64] = base ** -(np.arange(rope // 2) * 2 / rope)
-    yarn = spec.rope_scaling
-    if yarn is None or is_plain:
-        return plain
-    ends = []
-    for beta, rounded in ((yarn.beta_fast, np.floor), (yarn.beta_slow, np.ceil)):
-        turns = yarn.original_max_position_embeddings / (2 * np.pi * beta)
-        ends.append(float(rounded(rope * np.log(turns) / np.log(base) / 2)))
-    low, high = max(ends[0], 0.0), min(ends[1], rope - 1.0)
-    stretched = np.clip((np.arange(rope // 2) - low) / (high - low if high != low else 0.001), 0, 1)
-    scaled: npt.NDArray[np.float64] = plain * (1 - stretched) + plain / yarn.factor * stretched
-    return scaled

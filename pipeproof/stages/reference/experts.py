@@ -10,9 +10,8 @@ Shape letters: N tokens, E experts, k of them for a token, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,12 +21,9 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.specs.model import ModelSpec, MoeSpec
-from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, moves_biases, routers
-from pipeproof.stages.describe.synthetic import hash_tables
 from pipeproof.stages.reference.layer_math import gated
 from pipeproof.stages.reference.sharded_tensors import Copies, add
+from pipeproof.stages.reference.shared_math import Array, RouterSteps
 
 Tensor: TypeAlias = paddle.Tensor
 
@@ -154,40 +150,14 @@ class PermuteRows(PyLayer):  # type: ignore[misc]  # Paddle ships no types
         return paddle.gather(gradient, paddle.to_tensor(back))
 
 
-Array: TypeAlias = npt.NDArray[Any]
+class Routers(RouterSteps[Array]):
+    """The routers on Paddle; their biases, losses and visits are arrays."""
 
+    def _placed(self, numbers: Array) -> Array:
+        return numbers
 
-class Routers:
-    """Biases, losses and visit counts of all routers of the plan's model.
-
-    ``state`` has the biases under the names of ``bias_key``. Missing biases are zero.
-    """
-
-    def __init__(self, plan: PlanSpec, state: Mapping[str, Array] | None = None) -> None:
-        self._plan, self._weights = plan, loss_weights(plan)
-        names = routers(describe_gpt(plan)) if moves_biases(plan) else ()
-        num_experts = 0 if plan.model.moe is None else plan.model.moe.num_experts
-        zero = np.zeros(num_experts, dtype=plan.run.dtype)
-        self.biases = {name: np.array((state or {}).get(bias_key(name), zero)) for name in names}
-        self.visits = {name: np.zeros(num_experts, dtype=np.int64) for name in names}
-        self.values: dict[str, Array] = {}
-        self._roots: list[Tensor] = []
-        self._work_item = 0, 0
-
-    @cached_property
-    def _tables(self) -> dict[str, npt.NDArray[np.int64]]:
-        return hash_tables(self._plan)
-
-    def begin_step(self) -> dict[str, Array]:
-        """Reset losses and visits, and return the biases at the beginning of the step."""
-        self.values = {}
-        for visits in self.visits.values():
-            visits[:] = 0
-        return self._state()
-
-    def select(self, micro_batch: int, split: int = 0) -> None:
-        """Select the next work item; ``micro_batch`` counts over all data ranks."""
-        self._work_item = micro_batch, split
+    def _read(self, values: Array) -> Array:
+        return values.copy()
 
     def routes(
         self,
@@ -224,36 +194,10 @@ class Routers:
         moe = self._plan.model.moe
         assert moe is not None
         flat = logits.reshape([-1, moe.num_experts])
-        micro_batch, split = self._work_item
         copies = Copies.apply(flat, len(self._weights)) if len(self._weights) > 1 else [flat]
         for (loss, weight), copy in zip(self._weights.items(), copies, strict=True):
             value = (balance_loss(copy, moe) if loss == "aux" else z_loss(copy)) * weight
-            self._roots.append(value)
-            self.values[loss_key(loss, name, micro_batch, split + offset)] = value.numpy()
-
-    def take_roots(self) -> list[Tensor]:
-        """Return the losses since the last call, as roots of backward in addition to the main loss."""
-        roots, self._roots = self._roots, []
-        return roots
-
-    def end_step(self) -> dict[str, Array]:
-        """Move the biases and return the losses and biases of the step, for comparison."""
-        moe = self._plan.model.moe
-        for name, bias in self.biases.items():
-            assert moe is not None
-            mean = self.visits[name].sum() / moe.num_experts
-            for expert, visits in enumerate(self.visits[name]):
-                step = bias.dtype.type(moe.expert_bias_rate)
-                bias[expert] += step if visits < mean else -step if visits > mean else 0
-        return {**self.values, **self._state()}
-
-    def _state(self) -> dict[str, Array]:
-        return {bias_key(name): bias.copy() for name, bias in self.biases.items()}
-
-
-def without_biases(weights: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the weights without router biases."""
-    return {name: weight for name, weight in weights.items() if not name.startswith(bias_key(""))}
+            self._add_root(loss, name, offset, value, value.numpy())
 
 
 def balance_loss(logits: Tensor, moe: MoeSpec) -> Tensor:

@@ -11,55 +11,25 @@ the plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.synthetic import DropoutKeys, DropoutSite, dropout_gain, dropout_rate
+from pipeproof.stages.describe.synthetic import dropout_gain
 from pipeproof.stages.reference.sharded_tensors import Copies
+from pipeproof.stages.reference.shared_math import Choice, Dropout, rotary_angles
 
 
-class DropoutRng:
-    """Dropout of the selected micro-batch."""
+class DropoutRng(Dropout):
+    """Dropout on Paddle."""
 
-    def __init__(self, plan: PlanSpec) -> None:
-        self._plan = plan
-        self._keys = DropoutKeys(plan, 0, 0)
-
-    def select(self, step: int, index: int) -> None:
-        """Select a micro-batch of a step; ``index`` counts over all data ranks."""
-        self._keys = DropoutKeys(self._plan, step, index)
-
-    def tokens(self, x: Tensor, site: DropoutSite, layer: str, start: int = 0) -> Tensor:
-        """Apply dropout to [S, B, H] or [B, S, H], whose first position is ``start``."""
-        rate = dropout_rate(self._plan, site)
-        if rate == 0.0:
-            return x
-        sequence_first = self._plan.gpt.activation_order == "sbh"
-        length = x.shape[0 if sequence_first else 1]
-        gains = _gains(self._keys.of_tokens(layer, rate, (start, start + length)), rate, x)
-        return x * paddle.to_tensor(np.swapaxes(gains, 0, 1) if sequence_first else gains)
-
-    def probabilities(self, p: Tensor, layer: str, first_head: int = 0, start: int = 0) -> Tensor:
-        """Apply dropout to [B, .., S, keys]; the dims between are heads, from ``first_head`` on."""
-        rate = dropout_rate(self._plan, "attention")
-        if rate == 0.0:
-            return p
-        rows, length, keys = p.shape[0], p.shape[-2], p.shape[-1]
-        num_heads = int(np.prod(p.shape)) // (rows * length * keys)
-        mask = self._keys.of_attention(layer, rate, (first_head, first_head + num_heads), (start, start + length))
-        return p * paddle.to_tensor(_gains(mask, rate, p).reshape(p.shape))
-
-
-def _gains(mask: npt.NDArray[np.bool_], rate: float, like: Tensor) -> npt.NDArray[Any]:
-    dtype = str(like.dtype).removeprefix("paddle.")
-    gains: npt.NDArray[Any] = mask.astype(dtype) * np.asarray(dropout_gain(rate), dtype=dtype)
-    return gains
+    def _gains(self, mask: Choice, rate: float, like: Tensor) -> Tensor:
+        dtype = str(like.dtype).removeprefix("paddle.")
+        return paddle.to_tensor(mask.astype(dtype) * np.asarray(dropout_gain(rate), dtype=dtype))
 
 
 Tensor: TypeAlias = paddle.Tensor
@@ -89,9 +59,7 @@ class LayerMath:
         self._model = plan.gpt
         self._sequence_first = plan.gpt.activation_order == "sbh"
         self._to_heads = [1, 2, 0, 3] if self._sequence_first else [0, 2, 1, 3]
-        head_size = plan.gpt.rotary_size
-        frequencies = 10000.0 ** -(np.arange(head_size // 2, dtype=np.float64) * 2 / head_size)
-        angles = np.arange(plan.gpt.seq_length)[:, None] * frequencies  # [S, D / 2]
+        angles = rotary_angles(plan)
         self._cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
         self._sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
 

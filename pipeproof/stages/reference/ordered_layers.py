@@ -26,7 +26,6 @@ from pipeproof.stages.reference.experts import (
     gathered_mixture,
     in_router_type,
     mixture,
-    without_biases,
 )
 from pipeproof.stages.reference.layer_math import DropoutRng, Heads, LayerMath
 from pipeproof.stages.reference.sharded_tensors import (
@@ -38,6 +37,7 @@ from pipeproof.stages.reference.sharded_tensors import (
     leaf,
     products,
 )
+from pipeproof.stages.reference.shared_math import without_biases
 
 EMBEDDING = "embed.weight"
 

@@ -20,6 +20,7 @@ from pipeproof.specs.model import HyperConnectionsSpec, ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.mtp_streams import module_weight
 from pipeproof.stages.reference.sharded_tensors import Copies, Shards, add
+from pipeproof.stages.reference.shared_math import stream_factors, stream_mixing
 
 
 def copies_for_mtp_streams(weight: Tensor, num_streams: int) -> list[Tensor]:
@@ -63,33 +64,13 @@ def gated_sum(x: Tensor, weights: Sequence[Tensor], spec: HyperConnectionsSpec) 
     """Add the streams with learned factors, for the output of the last block."""
     weight, scale, bias = weights
     for_gates, for_sum = Copies.apply(x, 2)
-    factors = _factors(paddle.matmul(_normed(for_gates), weight) * scale + bias, spec)
+    factors = stream_factors(paddle.matmul(_normed(for_gates), weight) * scale + bias, spec)
     return paddle.matmul(factors.unsqueeze(-2), for_sum.reshape([*x.shape[:-1], spec.streams, -1])).squeeze(-2)
 
 
 def _normed(x: Tensor) -> Tensor:
     a = paddle.assign(x)
     return a * paddle.rsqrt(paddle.square(a).mean(axis=-1, keepdim=True) + 1e-6)
-
-
-def _factors(numbers: Tensor, spec: HyperConnectionsSpec) -> Tensor:
-    """The factors with which streams are read."""
-    factors = paddle.nn.functional.sigmoid(numbers)
-    return factors + spec.epsilon if spec.epsilon else factors
-
-
-def _mixing(numbers: Tensor, spec: HyperConnectionsSpec) -> Tensor:
-    """The matrix [.., n, n] that mixes streams, of numbers of the same shape."""
-    if spec.sinkhorn == "softmax":
-        matrix = paddle.exp(numbers - numbers.logsumexp(axis=-1, keepdim=True)) + spec.epsilon
-        for dim in [-2, *[-1, -2] * (spec.sinkhorn_iterations - 1)]:
-            matrix = matrix / (matrix.sum(axis=dim, keepdim=True) + spec.epsilon)
-    else:
-        for _ in range(spec.sinkhorn_iterations):
-            numbers = numbers - numbers.logsumexp(axis=-2, keepdim=True)  # columns add up to one
-            numbers = numbers - numbers.logsumexp(axis=-1, keepdim=True)  # rows do
-        matrix = numbers.exp()
-    return matrix.transpose([0, 1, 3, 2]) if spec.transposed else matrix
 
 
 def read(x: Tensor, weights: Sequence[Tensor], spec: HyperConnectionsSpec) -> tuple[Tensor, StreamUpdate]:
@@ -108,8 +89,8 @@ def read(x: Tensor, weights: Sequence[Tensor], spec: HyperConnectionsSpec) -> tu
             strict=True,
         )
     ]
-    pre, post = _factors(numbers[0], spec), paddle.nn.functional.sigmoid(numbers[1]) * 2.0
-    matrix = _mixing(numbers[2].reshape([*x.shape[:-1], n, n]), spec)
+    pre, post = stream_factors(numbers[0], spec), paddle.nn.functional.sigmoid(numbers[1]) * 2.0
+    matrix = stream_mixing(numbers[2].reshape([*x.shape[:-1], n, n]), spec)
     mixture = paddle.matmul(matrix, for_mixture.reshape(each))
     sub_layer_input = paddle.matmul(pre.unsqueeze(-2), for_layer.reshape(each)).squeeze(-2)
 

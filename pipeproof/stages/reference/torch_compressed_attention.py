@@ -6,64 +6,54 @@ T keys. Formulas are in ``describe/layers/attention.py``; the code shares nothin
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from pipeproof.specs.compressed_attention import AttentionType, CompressedAttentionSpec
+from pipeproof.stages.reference.shared_math import AttentionTables
 from pipeproof.stages.reference.torch_reference_weights import WholeWeights, copies
 
 Tensor: TypeAlias = torch.Tensor
 
 
 class CompressedReference(NamedTuple):
-    """The attention of a model's blocks. Activations are [S, B, H] or [B, S, H]; ``size`` is that of a head."""
+    """The attention of a model's blocks of one type. Activations are [S, B, H] or [B, S, H]; ``size`` is a head's."""
 
-    spec: CompressedAttentionSpec
+    tables: AttentionTables
     weights: WholeWeights
     size: int
     sequence_first: bool
 
-    def output(self, x: Tensor, name: str, kind: AttentionType) -> Tensor:
+    is_sparse: bool
+
+    def output(self, x: Tensor, name: str) -> Tensor:
         """The output of the attention ``name``, in the order of activations."""
-        spec, weights, rate = self.spec, self.weights, self.spec.rate_of(kind)
+        weights, rate = self.weights, self.tables.rate
         rows, length = (x.shape[1], x.shape[0]) if self.sequence_first else x.shape[:2]
         for_query, for_keys, *for_entries = copies(x, 2 if rate is None else 4)
         low = self._norm(weights.product(for_query, f"{name}.q_down.weight"), f"{name}.q_norm")
         keys = self._norm(weights.product(for_keys, f"{name}.kv.weight"), f"{name}.kv_norm")
         positions = torch.arange(length, device=x.device)
-        base = None if rate is None else spec.compress_rope_theta
-        keys = self._turned(self._by_rows(keys), positions, base)
-        documents = self._documents(positions, rows)
-        visible = self._window(positions) & (documents[:, :, None] == documents[:, None])
+        keys = self._turned(self._by_rows(keys), positions)
+        visible = torch.tensor(self.tables.seen(rows, length), device=x.device)
         if rate is not None:
             parts = zip(for_entries, ("kv", "gate"), strict=True)
             # Side by side, as ranks exchange them: the memory layout of gradients chooses the kernels of products.
             each = [weights.product(own, f"{name}.compressor.{part}.weight") for own, part in parts]
             kv, gate = self._by_rows(torch.cat(each, -1)).chunk(2, -1)
             bias = weights.value(f"{name}.compressor.positions.weight")
-            starts = windows(documents, rate)
-            entries = self._norm(
-                pooled(kv, gate, bias, rate, starts, overlaps=kind.startswith("compressed")), f"{name}.compressor.norm"
-            )
-            at = first_tokens(starts, x.device)
-            keys = torch.cat([keys, self._turned(entries, at, base)], 1)
-            earlier = (at[:, None] + rate - 1 <= positions[:, None]) & (
-                documents.gather(1, at)[:, None] == documents[:, :, None]
-            )
-            if kind == "compressed_sparse_attention":
+            windows = torch.tensor(self.tables.windows(rows, length), device=x.device)
+            entries = self._norm(pooled(kv, gate, bias, windows, overlaps=self.is_sparse), f"{name}.compressor.norm")
+            keys = torch.cat([keys, self._turned(entries, windows[..., 0])], 1)
+            if self.is_sparse:
                 with torch.no_grad():
-                    earlier = earlier & self._chosen(x, low, f"{name}.indexer", earlier, starts)
-            visible = torch.cat([visible, earlier], -1)
+                    visible[..., length:] &= self._chosen(x, low, f"{name}.indexer", visible[..., length:], windows)
         query = weights.product(low, f"{name}.q_up.weight").unflatten(-1, (-1, self.size))
         query = F.rms_norm(query, (self.size,), eps=1e-6)
-        query = self._turned(query.permute((1, 2, 0, 3) if self.sequence_first else (0, 2, 1, 3)), positions, base)
+        query = self._turned(query.permute((1, 2, 0, 3) if self.sequence_first else (0, 2, 1, 3)), positions)
         mixed = self._mixed(query, keys, weights.value(f"{name}.sinks.weight"), visible)
-        heads = self._turned(mixed, -positions, base)  # [B, A, S, D]
+        heads = self._turned(mixed, -positions)  # [B, A, S, D]
         return self._projected(heads, name)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
@@ -74,57 +64,27 @@ class CompressedReference(NamedTuple):
     def _by_rows(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.sequence_first else x
 
-    def _window(self, positions: Tensor) -> Tensor:
-        """True where a query [S, S] sees a key: its own and the ones just before."""
-        distance = positions[:, None] - positions[None, :]
-        return (distance >= 0) & (distance < self.spec.sliding_window)
-
-    def _documents(self, positions: Tensor, rows: int) -> Tensor:
-        """The number of the document of each token: [B, S]."""
-        lengths = self.spec.documents or (len(positions),)
-        turned = [[*lengths[row % len(lengths) :], *lengths[: row % len(lengths)]] for row in range(rows)]
-        ends = torch.tensor(turned, device=positions.device).cumsum(1)  # [B, documents]
-        return (ends[:, None] <= positions[:, None]).sum(-1)
-
-    def _frequencies(self, base: float | None, device: torch.device) -> Tensor:
-        """Radians of a position for each pair; without a base, those of blocks without entries."""
-        rope, yarn = self.spec.qk_rope_head_dim, self.spec.rope_scaling
-        pairs = torch.arange(rope // 2, dtype=torch.float64, device=device)
-        plain = (self.spec.rope_theta if base is None else base) ** (-2 * pairs / rope)
-        if base is None or yarn is None:
-            return plain
-        # A pair has plain x tokens / 2 pi rotations: solved for the pair that has beta of them.
-        low, high = (
-            rope * math.log(yarn.original_max_position_embeddings / (beta * 2 * math.pi)) / (2 * math.log(base))
-            for beta in (yarn.beta_fast, yarn.beta_slow)
-        )
-        low, high = max(math.floor(low), 0), min(math.ceil(high), rope - 1)
-        kept = 1 - ((pairs - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-        return plain / yarn.factor * (1 - kept) + plain * kept
-
-    def _turned(self, x: Tensor, positions: Tensor, base: float | None) -> Tensor:
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate the pairs (0, 1), (2, 3), .. of the last R elements of [.., S, D]; back at negative positions."""
-        rope = self.spec.qk_rope_head_dim
-        angles = positions[..., None] * self._frequencies(base, x.device)
+        rope = self.tables.spec.qk_rope_head_dim
+        angles = positions[..., None] * torch.tensor(self.tables.radians, device=x.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         even, odd = x[..., x.shape[-1] - rope :].unflatten(-1, (-1, 2)).unbind(-1)
         pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
         return torch.cat([x[..., : x.shape[-1] - rope], pairs.flatten(-2)], -1)
 
-    def _chosen(
-        self, x: Tensor, low: Tensor, name: str, earlier: Tensor, starts: Sequence[Sequence[tuple[int, bool]]]
-    ) -> Tensor:
+    def _chosen(self, x: Tensor, low: Tensor, name: str, earlier: Tensor, windows: Tensor) -> Tensor:
         """True for the entries [B, S, T] with the largest scores; the first of equal ones."""
-        spec, value = self.spec, self.weights.value
+        spec, value = self.tables.spec, self.weights.value
         kv, gate, of_heads = (self._by_rows(x @ value(f"{name}.{part}.weight")) for part in ("kv", "gate", "heads"))
         bias = value(f"{name}.positions.weight")
         # The kernels and roundings of the stages: other last bits of a score would be other choices.
-        entries = F.rms_norm(pooled(kv, gate, bias, len(bias), starts, overlaps=True), (spec.index_head_dim,), eps=1e-6)
+        entries = F.rms_norm(pooled(kv, gate, bias, windows, overlaps=True), (spec.index_head_dim,), eps=1e-6)
         entries = entries * value(f"{name}.norm.weight")
         positions = torch.arange(x.shape[0 if self.sequence_first else 1], device=x.device)
-        entries = self._turned(entries, first_tokens(starts, x.device), spec.compress_rope_theta)
+        entries = self._turned(entries, windows[..., 0])
         query = self._by_rows(low @ value(f"{name}.q.weight")).unflatten(-1, (-1, spec.index_head_dim)).transpose(1, 2)
-        query = self._turned(query, positions, spec.compress_rope_theta)
+        query = self._turned(query, positions)
         products = F.relu((query.flatten(1, 2) @ entries.mT).unflatten(1, query.shape[1:3]))
         scores = (products * of_heads.mT.unsqueeze(-1)).sum(1)
         causal = scores.masked_fill(~earlier, -torch.inf)
@@ -142,43 +102,24 @@ class CompressedReference(NamedTuple):
 
     def _projected(self, heads: Tensor, name: str) -> Tensor:
         """The product of each group of heads, and the product that mixes the groups."""
-        groups = heads.unflatten(1, (self.spec.o_groups, -1))  # [B, groups, heads of each, S, D]
+        groups = heads.unflatten(1, (self.tables.spec.o_groups, -1))  # [B, groups, heads of each, S, D]
         order = (1, 3, 0, 2, 4) if self.sequence_first else (1, 0, 3, 2, 4)
         each = groups.permute(order).flatten(3)
         rows = each.flatten(0, 2)
-        size = len(rows) // self.spec.o_groups
-        low = self.weights.expert_products(rows, f"{name}.groups.weight", [size] * self.spec.o_groups)
+        size = len(rows) // self.tables.spec.o_groups
+        low = self.weights.expert_products(rows, f"{name}.groups.weight", [size] * self.tables.spec.o_groups)
         joined = low.unflatten(0, each.shape[:3]).permute(1, 2, 0, 3).flatten(2)
         return self.weights.product(joined, f"{name}.out.weight")
 
 
-def windows(documents: Tensor, rate: int) -> list[list[tuple[int, bool]]]:
-    """The first token of each window of each row, and whether one of its document is before it.
-
-    ``documents`` [B, S] are the numbers of the documents.
-    """
-    rows = []
-    for row in documents.tolist():
-        starts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
-        rows.append([(i, i > a) for a, b in pairwise(starts) for i in range(a, b - rate + 1, rate)])
-    return rows
-
-
-def first_tokens(starts: Sequence[Sequence[tuple[int, bool]]], device: torch.device) -> Tensor:
-    """The first token of each window [B, T]."""
-    return torch.tensor([[first for first, _ in row] for row in starts], device=device)
-
-
-def pooled(
-    kv: Tensor, gate: Tensor, bias: Tensor, rate: int, starts: Sequence[Sequence[tuple[int, bool]]], *, overlaps: bool
-) -> Tensor:
+def pooled(kv: Tensor, gate: Tensor, bias: Tensor, windows: Tensor, *, overlaps: bool) -> Tensor:
     """Entries [B, T, D] from two products [B, S, D]; of [B, S, 2 D] each has slots of the window before, too.
 
-    ``starts`` are those of ``windows``.
+    ``windows`` [B, T, 2] are those of ``AttentionTables``.
     """
 
     def windows_of(x: Tensor) -> Tensor:
-        tokens = first_tokens(starts, x.device)[:, :, None] + torch.arange(rate, device=x.device)
+        tokens = windows[..., :1] + torch.arange(len(bias), device=x.device)
         return torch.stack([own[index] for own, index in zip(x, tokens, strict=True)])
 
     kv, gate = windows_of(kv), windows_of(gate)
@@ -186,15 +127,14 @@ def pooled(
     if overlaps:
         size = kv.shape[-1] // 2
         kv, gate = (
-            torch.cat([_before(x[..., :size], starts, missing), x[..., size:]], 2)
+            torch.cat([_before(x[..., :size], windows, missing), x[..., size:]], 2)
             for x, missing in ((kv, 0.0), (gate, -torch.inf))
         )
     shares = gate.float().softmax(2).to(gate.dtype) if gate.element_size() == 2 else gate.softmax(2)
     return (kv * shares).sum(2)
 
 
-def _before(x: Tensor, starts: Sequence[Sequence[tuple[int, bool]]], missing: float) -> Tensor:
+def _before(x: Tensor, windows: Tensor, missing: float) -> Tensor:
     """The window before each one [B, T, m, D], or ``missing``."""
-    follows = torch.tensor([[has_before for _, has_before in row] for row in starts], device=x.device)
     previous = torch.cat([x[:, :1], x[:, :-1]], 1)
-    return torch.where(follows[:, :, None, None], previous, missing)
+    return torch.where(windows[..., 1, None, None] > 0, missing, previous)

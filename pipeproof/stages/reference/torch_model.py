@@ -7,7 +7,7 @@ streams, V vocabulary. Activations are [S, B, H] or [B, S, H], as in the plan. M
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,47 +15,40 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from pipeproof.specs.compressed_attention import SPARSE
 from pipeproof.specs.model import HyperConnectionsSpec, MoeSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, moves_biases, routers
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import Side
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
-from pipeproof.stages.describe.synthetic import Batch, DropoutKeys, DropoutSite, dropout_gain, dropout_rate, hash_tables
+from pipeproof.stages.describe.synthetic import Batch, dropout_gain, hash_tables
+from pipeproof.stages.reference.shared_math import (
+    Array,
+    AttentionTables,
+    Choice,
+    Dropout,
+    RouterSteps,
+    rotary_angles,
+    stream_factors,
+    stream_mixing,
+    without_biases,
+)
 from pipeproof.stages.reference.torch_compressed_attention import CompressedReference
 from pipeproof.stages.reference.torch_reference_weights import WholeWeights, copies
 
 
-class TorchRouters:
-    """Biases, losses and visit counts of all routers of the plan's model.
-
-    ``state`` has the biases under the names of ``bias_key``. Missing biases are zero. Losses and biases of 16-bit runs
-    are float32.
-    """
+class TorchRouters(RouterSteps[torch.Tensor]):
+    """The routers on PyTorch; their biases, losses and visits are on the run's device."""
 
     def __init__(self, plan: PlanSpec, state: Mapping[str, Array], device: torch.device) -> None:
-        self._plan, self._weights = plan, loss_weights(plan)
-        names = routers(describe_gpt(plan)) if moves_biases(plan) else ()
-        num_experts = 0 if plan.model.moe is None else plan.model.moe.num_experts
-        dtype = np.float64 if plan.run.dtype == "float64" else np.float32
-        zero = np.zeros(num_experts, dtype=dtype)
-        self.biases = {name: torch.tensor(state.get(bias_key(name), zero), device=device) for name in names}
-        self._visits = {name: torch.zeros(num_experts, dtype=torch.int64, device=device) for name in names}
-        self._losses: dict[str, Tensor] = {}
-        self._roots: list[Tensor] = []
-        self._micro_batch = 0
+        self._device = device
+        super().__init__(plan, state)
 
-    def begin_step(self) -> dict[str, Array]:
-        """Reset losses and visits, and return the biases at the beginning of the step."""
-        self._losses = {}
-        for visits in self._visits.values():
-            visits.zero_()
-        return self._state()
+    def _placed(self, numbers: Array) -> Tensor:
+        return torch.tensor(numbers, device=self._device)
 
-    def select(self, micro_batch: int) -> None:
-        """Select the next micro-batch, counted over all data ranks."""
-        self._micro_batch = micro_batch
+    def _read(self, values: Tensor) -> Array:
+        return np.array(values.cpu().numpy())
 
     def route(self, logits: Tensor, name: str, sequence_dim: int, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The experts of each token, as they are added, and their weights: two of [N, k], from outputs [.., E].
@@ -71,8 +64,8 @@ class TorchRouters:
         scores = _scores(logits.flatten(0, -2), moe)
         ranked = scores.detach() + self.biases[name] if name in self.biases else scores.detach()
         experts = _largest(ranked, moe.top_k) if fixed is None else fixed
-        if name in self._visits:
-            self._visits[name] += torch.bincount(experts.flatten(), minlength=moe.num_experts)
+        if name in self.visits:
+            self.visits[name] += torch.bincount(experts.flatten(), minlength=moe.num_experts)
         gains = torch.gather(scores, 1, experts)
         gains = gains / gains.sum(-1, keepdim=True) if moe.normalize else gains
         if moe.combine == "expert":
@@ -85,32 +78,7 @@ class TorchRouters:
             logits = logits.float()
         for loss, weight in self._weights.items():
             value = (_balance(logits, moe) if loss == "aux" else _z(logits)) * weight
-            self._roots.append(value)
-            self._losses[loss_key(loss, name, self._micro_batch, split)] = value.detach()
-
-    def take_roots(self) -> list[Tensor]:
-        """Return the losses since the last call, as roots of backward in addition to the main loss."""
-        roots, self._roots = self._roots, []
-        return roots
-
-    def end_step(self) -> dict[str, Array]:
-        """Move the biases and return the losses and biases of the step, for comparison."""
-        moe = self._plan.model.moe
-        for name, bias in self.biases.items():
-            assert moe is not None
-            assert moe.expert_bias_rate is not None
-            visits = self._visits[name]
-            side = torch.sign(visits.sum() - visits * moe.num_experts)
-            bias += side.to(bias.dtype) * moe.expert_bias_rate
-        return {**{key: np.array(loss.cpu().numpy()) for key, loss in self._losses.items()}, **self._state()}
-
-    def _state(self) -> dict[str, Array]:
-        return {bias_key(name): np.array(bias.cpu().numpy()) for name, bias in self.biases.items()}
-
-
-def without_biases(weights: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the weights without router biases."""
-    return {name: weight for name, weight in weights.items() if not name.startswith(bias_key(""))}
+            self._add_root(loss, name, split, value, value.detach())
 
 
 def _scores(logits: Tensor, moe: MoeSpec) -> Tensor:
@@ -137,7 +105,6 @@ def _z(logits: Tensor) -> Tensor:
 
 
 Tensor: TypeAlias = torch.Tensor
-Array: TypeAlias = npt.NDArray[Any]
 LayerHook: TypeAlias = Callable[[str, Side, Tensor], None]
 """Called with the input and the output of each layer."""
 
@@ -161,9 +128,7 @@ class TorchUnpartitionedModel:
         self.sequence_first = plan.gpt.activation_order == "sbh"
         self.rows_dim = 1 if self.sequence_first else 0
         self.token_ids = torch.empty(0, dtype=torch.int64)
-        size = plan.gpt.rotary_size
-        exponents = np.arange(size // 2, dtype=np.float64) * 2 / size
-        angles = np.arange(plan.gpt.seq_length)[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
+        angles = rotary_angles(plan)
         self.cos = torch.tensor(np.cos(angles), device=self.device).to(self.dtype)
         self.sin = torch.tensor(np.sin(angles), device=self.device).to(self.dtype)
 
@@ -286,8 +251,8 @@ class TorchUnpartitionedModel:
         model, kind = self.plan.gpt, self.plan.gpt.attention_type(number)
         if model.compressed_attention is None or kind is None:
             return self.attention if model.mla is None else self.latent_attention
-        layer = CompressedReference(model.compressed_attention, self.weights, model.size_of_head, self.sequence_first)
-        return partial(layer.output, kind=kind)
+        tables, is_sparse = AttentionTables(model.compressed_attention, kind), kind == SPARSE
+        return CompressedReference(tables, self.weights, model.size_of_head, self.sequence_first, is_sparse).output
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention over all heads; the queries of a group see one head of keys and values."""
@@ -428,39 +393,11 @@ class _PermuteRows(torch.autograd.Function):  # type: ignore[misc]  # checked wh
         return gradient[torch.argsort(order)], None
 
 
-class TorchDropoutRng:
-    """Dropout of the selected micro-batch: values are multiplied by a tensor of gains and zeros."""
+class TorchDropoutRng(Dropout):
+    """Dropout on PyTorch."""
 
-    def __init__(self, plan: PlanSpec) -> None:
-        self._plan, self._keys = plan, DropoutKeys(plan, 0, 0)
-
-    def select(self, step: int, index: int) -> None:
-        """Select a micro-batch of a step; ``index`` counts over all data ranks."""
-        self._keys = DropoutKeys(self._plan, step, index)
-
-    def tokens(self, x: Tensor, site: DropoutSite, layer: str) -> Tensor:
-        """Apply dropout to [S, B, H] or [B, S, H], of whole sequences."""
-        rate = dropout_rate(self._plan, site)
-        if rate == 0.0:
-            return x
-        sequence_first = self._plan.gpt.activation_order == "sbh"
-        mask = self._keys.of_tokens(layer, rate, (0, x.shape[0 if sequence_first else 1]))
-        gains = _gains(np.swapaxes(mask, 0, 1) if sequence_first else mask, rate, x)
-        return x * gains
-
-    def drops_probabilities(self) -> bool:
-        """True if the plan has dropout of attention's probabilities."""
-        return dropout_rate(self._plan, "attention") > 0.0
-
-    def probabilities(self, p: Tensor, layer: str) -> Tensor:
-        """Apply dropout to [B, K, G, S, S]."""
-        rate = dropout_rate(self._plan, "attention")
-        mask = self._keys.of_attention(layer, rate, (0, p.shape[1] * p.shape[2]), (0, p.shape[3]))
-        return p * _gains(mask.reshape(p.shape), rate, p)
-
-
-def _gains(mask: np.ndarray, rate: float, like: Tensor) -> Tensor:
-    return torch.tensor(mask, dtype=like.dtype, device=like.device) * dropout_gain(rate)
+    def _gains(self, mask: Choice, rate: float, like: Tensor) -> Tensor:
+        return torch.tensor(mask, dtype=like.dtype, device=like.device) * dropout_gain(rate)
 
 
 StreamUpdate: TypeAlias = Callable[[Tensor], Tensor]
@@ -498,8 +435,10 @@ def read(x: Tensor, weights: WholeWeights, sub_layer: str, spec: HyperConnection
     )
     pre, post, mix = torch.split(numbers, parts, -1)
     each = (*x.shape[:-1], n, x.shape[-1] // n)
-    mixture = torch.matmul(mixing(mix.reshape(*x.shape[:-1], n, n), spec).to(x.dtype), for_mixture.reshape(each))
-    taken = torch.matmul(factors_of(pre, spec).unsqueeze(-2), for_layer.reshape(each)).squeeze(-2)
+    mixture = torch.matmul(
+        stream_mixing(mix.to(_wide(mix)).reshape(*x.shape[:-1], n, n), spec).to(x.dtype), for_mixture.reshape(each)
+    )
+    taken = torch.matmul(stream_factors(pre, spec).unsqueeze(-2), for_layer.reshape(each)).squeeze(-2)
 
     def update(output: Tensor) -> Tensor:
         written = (torch.sigmoid(post) * 2.0).unsqueeze(-1) * output.unsqueeze(-2)
@@ -516,25 +455,4 @@ def gated_sum(x: Tensor, weights: WholeWeights, name: str, spec: HyperConnection
     factors = weights.value(f"{name}_streams.scale").expand(spec.streams)
     numbers = weights.product(normed, f"{name}_streams.weight") * factors + weights.value(f"{name}_streams.bias")
     each = (*x.shape[:-1], spec.streams, x.shape[-1] // spec.streams)
-    return torch.matmul(factors_of(numbers, spec).unsqueeze(-2), for_sum.reshape(each)).squeeze(-2)
-
-
-def factors_of(numbers: Tensor, spec: HyperConnectionsSpec) -> Tensor:
-    """The factors with which streams are read."""
-    return torch.sigmoid(numbers) + spec.epsilon if spec.epsilon else torch.sigmoid(numbers)
-
-
-def mixing(numbers: Tensor, spec: HyperConnectionsSpec) -> Tensor:
-    """The matrix [.., n, n] that mixes streams, of numbers of the same shape."""
-    if numbers.dtype in (torch.bfloat16, torch.float16):
-        numbers = numbers.float()
-    if spec.sinkhorn == "softmax":
-        matrix = torch.exp(numbers - torch.logsumexp(numbers, -1, keepdim=True)) + spec.epsilon
-        for dim in [-2, *[-1, -2] * (spec.sinkhorn_iterations - 1)]:
-            matrix = matrix / (torch.sum(matrix, dim, keepdim=True) + spec.epsilon)
-    else:
-        for _ in range(spec.sinkhorn_iterations):
-            numbers = numbers - torch.logsumexp(numbers, -2, keepdim=True)  # columns add up to one
-            numbers = numbers - torch.logsumexp(numbers, -1, keepdim=True)  # rows do
-        matrix = torch.exp(numbers)
-    return matrix.mT if spec.transposed else matrix
+    return torch.matmul(stream_factors(numbers, spec).unsqueeze(-2), for_sum.reshape(each)).squeeze(-2)
