@@ -1,4 +1,4 @@
-"""What both references compute alike: on arrays, or by methods that tensors of both frameworks have."""
+"""Operations that both references compute alike: on arrays, or by methods that tensors of both frameworks have."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def stream_mixing(numbers: Any, spec: HyperConnectionsSpec) -> Any:
 
 
 class AttentionTables:
-    """What queries of one type of compressed attention see, and the angles of positions.
+    """Entries that queries of one type of compressed attention see, and the angles of positions.
 
     Shape letters: S sequence, B rows, T entries of m tokens each, N = S + T keys.
     """
