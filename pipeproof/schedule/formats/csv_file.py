@@ -1,5 +1,8 @@
 """PyTorch's CSV of a pipeline schedule: both of its formats are read, and the compute-only one is written.
 
+Files of releases before 2.7 are read, too: there ``BW`` is the whole backward, and ``B`` next to a ``W`` of the same
+stage and micro-batch is ``I``.
+
 ``PipelineScheduleMulti._dump_csv`` and ``_PipelineScheduleRuntime._dump_csv``
 (torch 2.13, ``torch/distributed/pipelining/schedules.py``) write one line for
 each rank and one cell for each ``_Action``. In the compute-only format a cell
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import shortened
@@ -43,6 +47,7 @@ CELL_KINDS = COMPUTE_KINDS | (TRANSFER_KINDS - META_KINDS) | WEIGHT_KINDS
 
 _OVERLAP = re.compile(r"\([ \t]*([^();]*?)[ \t]*;[ \t]*([^();]*?)[ \t]*\)OVERLAP_F_B")
 _CELL = re.compile(r'[ \t]*("?)([^",]*?)\1[ \t]*(,|\Z)')
+_OLD_WHOLE = re.compile(r"(\d+)BW(\d+)")
 _SOME_CELL = re.compile(r'(?:^|,)[ \t"]*(?:\(?\d+_?[A-Za-z]|,)')
 
 
@@ -59,7 +64,26 @@ def read_csv(text: str, file: str, findings: Findings) -> tuple[RawSchedule, Seq
     lines, reader = lines_of(text, file, findings, blank=" \t,"), _Reader(findings)
     for line in lines:
         reader.rank(_words(line))
-    return RawSchedule(reader.rows, reader.origins, [*map(end_of, lines)], Location(file)), reader.idle
+    return RawSchedule(_current(reader.rows), reader.origins, [*map(end_of, lines)], Location(file)), reader.idle
+
+
+def _current(rows_by_rank: list[list[Row]]) -> list[list[Row]]:
+    """The rows with a backward as ``I`` where an older release wrote ``B`` next to each ``W``, and no ``I`` at all."""
+    by_kind: dict[OpKind, set[tuple[int, int, int | None]]] = {kind: set() for kind in OpKind}
+    for rank, rows in enumerate(rows_by_rank):
+        for row in rows:
+            by_kind[row.op.kind].add((rank, row.op.stage, row.op.micro_batch))
+    halves = by_kind[OpKind.BACKWARD_WEIGHT]
+    if by_kind[OpKind.BACKWARD_INPUT] or not halves or not halves <= by_kind[OpKind.BACKWARD]:
+        return rows_by_rank
+    return [
+        [
+            replace(row, op=row.op._replace(kind=OpKind.BACKWARD_INPUT))
+            if row.op.kind is OpKind.BACKWARD and (rank, row.op.stage, row.op.micro_batch) in halves else row
+            for row in rows
+        ]
+        for rank, rows in enumerate(rows_by_rank)
+    ]  # fmt: skip
 
 
 def _words(line: Placed) -> list[Placed]:
@@ -100,7 +124,8 @@ class _Reader:
         self.origins.append(word.place)
 
     def _op(self, word: Placed) -> Op | None:
-        op = self._ops.read(word)
+        whole = _OLD_WHOLE.fullmatch(word.text)
+        op = self._ops.read(word if whole is None else replace(word, text=f"{whole[1]}B{whole[2]}"))
         if op is not None and (op.kind not in CELL_KINDS or op.axis is not None):
             message = f"{op} is an operation of our text form, which PyTorch's CSV does not have"
             self._bad(word, message, "write the schedule in the text form, one `rank N:` line for each rank")
