@@ -15,7 +15,7 @@ from pipeproof.schedule.ops import FORWARD_KINDS
 from pipeproof.specs.axis_layout import INVARIANT, VARYING, Placement, PlacementKind, dtype_bytes, parse_placement
 from pipeproof.stages.describe.boundary import Transport, effective_transport
 from pipeproof.stages.describe.index_map import NOWHERE, IndexMap, counts, differences, layout_map
-from pipeproof.verify.provenance import DATA_SENDS, Delivery, Events, Places, Segment, events
+from pipeproof.verify.provenance import DATA_SENDS, Delivery, Places, Segment, events
 from pipeproof.verify.subject import Rule, Subject
 
 # Comparison of a delivered tensor with its receiver's layout: lost and foreign elements.
@@ -82,7 +82,8 @@ class Layouts:
 
     def __init__(self, subject: Subject, places: Places) -> None:
         self._subject, self._graph, self._places = subject, subject.graph, places
-        self._placements = tuple(parse_placement(tensor.placement) for tensor in subject.graph.tensors)
+        self.tensors = subject.graph.tensors
+        self.placements = tuple(parse_placement(tensor.placement) for tensor in subject.graph.tensors)
         self._maps: dict[tuple[int, Placement, int, int], IndexMap] = {}
 
     def loss(self, delivery: Delivery) -> Loss | None:
@@ -95,15 +96,11 @@ class Layouts:
 
     def whole_shape(self, tensor: int, rank: int) -> tuple[int, ...]:
         """The shape over all TP ranks of a tensor of which ``rank`` holds its local part."""
-        spec, placement = self._graph.tensors[tensor], self._placements[tensor]
+        spec, placement = self.tensors[tensor], self.placements[tensor]
         if placement.kind is not PlacementKind.SHARDED:
             return spec.shape
         size = int(self._places.size[rank])
         return tuple(n * size if dim == placement.dim else n for dim, n in enumerate(spec.shape))
-
-    def placement(self, tensor: int) -> Placement:
-        """Declared placement of a tensor over tp."""
-        return self._placements[tensor]
 
     def index(self, rank: int, copy: int) -> int:
         """The place in its TP group of the rank that is the ``copy``-th of those that ``rank`` represents."""
@@ -113,13 +110,11 @@ class Layouts:
         """Elements of ``tensor`` that ``rank`` holds under ``placement``."""
         key = tensor, placement, int(self._places.size[rank]), self.index(rank, copy)
         if key not in self._maps:
-            shape = self.whole_shape(tensor, rank) if placement == self._placements[tensor] else self.spec(tensor).shape
+            shape = (
+                self.whole_shape(tensor, rank) if placement == self.placements[tensor] else self.tensors[tensor].shape
+            )
             self._maps[key] = layout_map(shape, placement, *key[2:])
         return self._maps[key]
-
-    def spec(self, tensor: int) -> TensorSpec:
-        """The tensor of the graph."""
-        return self._graph.tensors[tensor]
 
     def is_stranger(self, source: int, sender: int, receiver: int) -> bool:
         """Return True if ``source`` has other data than the group that the receiver's own message comes from."""
@@ -146,14 +141,14 @@ class _Comparison:
     def __init__(self, layouts: Layouts, delivery: Delivery, rank: int, expected: int, sent: int) -> None:
         self._layouts, self._delivery, self._sent = layouts, delivery, sent
         self._rank = rank
-        self._numel = layouts.spec(expected).numel
-        self._placement = layouts.placement(sent)
+        self._numel = layouts.tensors[expected].numel
+        self._placement = layouts.placements[sent]
         sender, copy = delivery.sender, delivery.copy
-        same = layouts.spec(sent).dims == layouts.spec(expected).dims and layouts.whole_shape(
+        same = layouts.tensors[sent].dims == layouts.tensors[expected].dims and layouts.whole_shape(
             sent, sender
         ) == layouts.whole_shape(expected, rank)
         if same:
-            self._wanted = layouts.map(expected, layouts.placement(expected), rank, copy)
+            self._wanted = layouts.map(expected, layouts.placements[expected], rank, copy)
         else:  # two different tensors: that is for another rule; each element is to lie where its sender has it
             self._placement = INVARIANT if self._placement.holds_equal_values else VARYING
             self._wanted = layouts.map(sent, self._placement, sender, copy).part(0, self._numel, 0)
@@ -212,7 +207,7 @@ class _Comparison:
 
     def _coordinates(self, rank: int, copy: int, flat: int) -> str:
         """A local element of ``rank`` in coordinates of the whole tensor: ``s 8 b 0 h 63``."""
-        spec = self._layouts.spec(self._sent)
+        spec = self._layouts.tensors[self._sent]
         index = [flat // prod(spec.shape[dim + 1 :]) % spec.shape[dim] for dim in range(len(spec.shape))]
         if self._placement.dim is not None:
             index[self._placement.dim] += self._layouts.index(rank, copy) * spec.shape[self._placement.dim]
@@ -263,15 +258,9 @@ def _check_lossy(subject: Subject) -> Iterator[Finding]:
     if not damaged:
         return
     bad = np.flatnonzero(np.isin(all_events.classes, damaged))
-    receive = _first_receives(all_events, bad)
-    edge = np.stack(
-        [
-            ~graph.is_kind(FORWARD_KINDS)[receive],
-            graph.stage[graph.match[receive]],
-            graph.stage[receive],
-        ],
-        axis=1,
-    )
+    receive = np.maximum.reduceat(all_events.receive, all_events.offsets[:-1])[bad]  # one of each event
+    columns = ~graph.is_kind(FORWARD_KINDS)[receive], graph.stage[graph.match[receive]], graph.stage[receive]
+    edge = np.stack(columns, axis=1)
     for key in np.unique(edge, axis=0).tolist():
         mask = (edge == key).all(axis=1)
         batches = np.unique(graph.work_item[receive[mask]])
@@ -284,12 +273,6 @@ def _check_lossy(subject: Subject) -> Iterator[Finding]:
         ]
         backward, source, sink = key
         yield _lossy_finding(subject, source, sink, not backward, batches, all_losses)
-
-
-def _first_receives(all_events: Events, chosen: IntColumn) -> IntColumn:
-    """For each of the chosen events, one of its receives."""
-    latest = np.maximum.reduceat(all_events.receive, all_events.offsets[:-1])
-    return latest[chosen]
 
 
 def _lossy_finding(

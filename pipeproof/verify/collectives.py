@@ -17,7 +17,7 @@ from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, Group, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, COLLECTIVE_KINDS, GATHER_KINDS, KIND_CODE, SEND_KINDS, OpKind
 from pipeproof.verify.fifo_matching import rank_of
-from pipeproof.verify.subject import Rule, Subject, of_small_plan
+from pipeproof.verify.subject import Rule, Subject, of_ranks, of_small_plan
 
 
 class _Calls:
@@ -64,6 +64,10 @@ class _Calls:
         return int(rows[0]) if len(rows) else None
 
 
+_IN_LAYER = "0F0/0.ALL_REDUCE:tp{{group=0 range=0..{} reduction=sum}}"
+_MAXIMUM = "0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}"
+_SUM = "0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}"
+
 COLLECTIVE = RuleDoc(
     code="PP306",
     title="the members of a group issue different collectives",
@@ -72,16 +76,8 @@ COLLECTIVE = RuleDoc(
         "k-th call of the others. A member that is missing hangs the group; one that differs in kind, size, dtype, "
         "reduction or root mixes up values or hangs."
     ),
-    wrong=(
-        "group tp: 0 1\n"
-        "rank 0: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..64 reduction=sum}\n"
-        "rank 1: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..32 reduction=sum}"
-    ),
-    right=(
-        "group tp: 0 1\n"
-        "rank 0: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..64 reduction=sum}\n"
-        "rank 1: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..64 reduction=sum}"
-    ),
+    wrong=of_ranks("tp: 0 1", "0F0 " + _IN_LAYER.format(64), "0F0 " + _IN_LAYER.format(32)),
+    right=of_ranks("tp: 0 1", "0F0 " + _IN_LAYER.format(64), "0F0 " + _IN_LAYER.format(64)),
 )
 
 
@@ -158,16 +154,8 @@ OTHER_AXIS = RuleDoc(
         "that goes over the default group mixes the values of all stages, and hangs where stages differ in the "
         "number of calls. All members may well agree, so that nothing fails."
     ),
-    wrong=(
-        "group pp: 0 1\n"
-        "rank 0: 0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}\n"
-        "rank 1: 0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}"
-    ),
-    right=(
-        "group tp: 0 1\n"
-        "rank 0: 0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}\n"
-        "rank 1: 0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}"
-    ),
+    wrong=of_ranks("pp: 0 1", _MAXIMUM, _MAXIMUM),
+    right=of_ranks("tp: 0 1", _MAXIMUM, _MAXIMUM),
 )
 
 
@@ -198,18 +186,8 @@ STRANGER = RuleDoc(
         "Only members can take part: elsewhere the call is refused, does nothing, or falls back to the default "
         "group, depending on the framework, and the members never notice that one more was meant to join."
     ),
-    wrong=(
-        "group tp: 0 1\n"
-        "rank 0: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}\n"
-        "rank 1: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}\n"
-        "rank 2: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}"
-    ),
-    right=(
-        "group tp: 0 1 2\n"
-        "rank 0: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}\n"
-        "rank 1: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}\n"
-        "rank 2: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}"
-    ),
+    wrong=of_ranks("tp: 0 1", _SUM, _SUM, _SUM),
+    right=of_ranks("tp: 0 1 2", _SUM, _SUM, _SUM),
 )
 
 
@@ -244,16 +222,8 @@ MEMBERS = RuleDoc(
         "members out, or joins ranks of unlike stages. Along pp a group may hold some of the ranks (the two owners "
         "of a tied weight). Without a plan there is no mesh: then the members must at least compute the same stages."
     ),
-    wrong=(
-        "group tp: 0 1\n"
-        "rank 0: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..8 reduction=sum}\n"
-        "rank 1: 1F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..8 reduction=sum}"
-    ),
-    right=(
-        "group tp: 0 1\n"
-        "rank 0: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..8 reduction=sum}\n"
-        "rank 1: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..8 reduction=sum}"
-    ),
+    wrong=of_ranks("tp: 0 1", "0F0 " + _IN_LAYER.format(8), "1F0 " + _IN_LAYER.format(8)),
+    right=of_ranks("tp: 0 1", "0F0 " + _IN_LAYER.format(8), "0F0 " + _IN_LAYER.format(8)),
 )
 
 

@@ -99,6 +99,7 @@ class Content:
 UNSET = Content()
 
 ADDENDS = frozenset({Role.ADDEND, Role.EITHER})
+_ACTIVATIONS = frozenset({Role.ACTIVATION})
 _INPUT_GRADIENTS = frozenset({Role.INPUT_GRADIENT, Role.EITHER})
 
 RESULT: Mapping[OpKind, tuple[Role, int, bool]] = MappingProxyType(
@@ -143,37 +144,27 @@ def result_of(graph: OpGraph, op: int) -> Term | None:
 
 def input_of(graph: OpGraph, op: int) -> tuple[frozenset[Role], int, int] | None:
     """(roles, stage, work item) of the term that an operation must read; None if it needs none of another operation."""
-    kind, stage, work_item = KINDS[graph.kind[op]], int(graph.stage[op]), int(graph.work_item[op])
-    step = _INPUT_STAGE.get(kind)
-    if step is None or work_item == NONE:
+    wanted = _INPUT.get(KINDS[graph.kind[op]])
+    if wanted is None or graph.work_item[op] == NONE:
         return None
-    roles = _INPUT_GRADIENTS if kind in _BACKWARD_READERS else frozenset({Role.ACTIVATION})
-    return roles, stage + step, work_item
+    roles, offset = wanted
+    return roles, int(graph.stage[op]) + offset, int(graph.work_item[op])
 
 
-_INPUT_STAGE: Mapping[OpKind, int] = MappingProxyType(
+_INPUT: Mapping[OpKind, tuple[frozenset[Role], int]] = MappingProxyType(
     {
-        # stage of the input relative to the operation's
-        OpKind.FORWARD: -1,
-        OpKind.GATHER_FORWARD: -1,
-        OpKind.SEND_FORWARD: 0,
-        OpKind.SLICE_FORWARD: 0,
-        OpKind.OFFLOAD: 0,
-        OpKind.RELOAD: 0,
-        OpKind.BACKWARD: 1,
-        OpKind.BACKWARD_INPUT: 1,
-        OpKind.GATHER_BACKWARD: 1,
-        OpKind.SEND_BACKWARD: 0,
-        OpKind.SLICE_BACKWARD: 0,
-    }
-)
-_BACKWARD_READERS = frozenset(
-    {
-        OpKind.BACKWARD,
-        OpKind.BACKWARD_INPUT,
-        OpKind.GATHER_BACKWARD,
-        OpKind.SEND_BACKWARD,
-        OpKind.SLICE_BACKWARD,
+        # kind: (roles, stage of the input relative to the operation's)
+        OpKind.FORWARD: (_ACTIVATIONS, -1),
+        OpKind.GATHER_FORWARD: (_ACTIVATIONS, -1),
+        OpKind.SEND_FORWARD: (_ACTIVATIONS, 0),
+        OpKind.SLICE_FORWARD: (_ACTIVATIONS, 0),
+        OpKind.OFFLOAD: (_ACTIVATIONS, 0),
+        OpKind.RELOAD: (_ACTIVATIONS, 0),
+        OpKind.BACKWARD: (_INPUT_GRADIENTS, 1),
+        OpKind.BACKWARD_INPUT: (_INPUT_GRADIENTS, 1),
+        OpKind.GATHER_BACKWARD: (_INPUT_GRADIENTS, 1),
+        OpKind.SEND_BACKWARD: (_INPUT_GRADIENTS, 0),
+        OpKind.SLICE_BACKWARD: (_INPUT_GRADIENTS, 0),
     }
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -12,8 +13,19 @@ from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, KINDS, OpKind
 from pipeproof.verify.content import ADDERS, Content, Role, State, Term, input_of
 from pipeproof.verify.content_walk import Contents, WrongRead, WrongSum, contents
-from pipeproof.verify.lifetime.race_rules import about, capped
-from pipeproof.verify.subject import Rule, Subject
+from pipeproof.verify.lifetime.race_rules import about, count_of_rest
+from pipeproof.verify.lifetime.races import MOST_PER_CODE
+from pipeproof.verify.subject import Rule, Subject, of_ranks
+
+
+def _received_into(slot: int) -> str:
+    """Two activations are received before they are used, the second one into a slot of a double buffer."""
+    return (
+        "rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1)\n"
+        "rank 1: 1RECV_F0{peer=0 writes=recv[0]} WAIT(1RECV_F0) "
+        f"1RECV_F1{{peer=0 writes=recv[{slot}]}} WAIT(1RECV_F1) 1F0{{reads=recv[0]}} 1F1{{reads=recv[{slot}]}}"
+    )
+
 
 OVERWRITTEN = RuleDoc(
     code="PP509",
@@ -23,16 +35,14 @@ OVERWRITTEN = RuleDoc(
         "stage) were written over them. Every access is in order, so that no race detector sees it; the values are "
         "wrong all the same. The usual cause is a double buffer whose index does not move, or starts anew."
     ),
-    wrong=(
-        "rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1)\n"
-        "rank 1: 1RECV_F0{peer=0 writes=recv[0]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=recv[0]} WAIT(1RECV_F1) "
-        "1F0{reads=recv[0]} 1F1{reads=recv[0]}"
-    ),
-    right=(
-        "rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1)\n"
-        "rank 1: 1RECV_F0{peer=0 writes=recv[0]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=recv[1]} WAIT(1RECV_F1) "
-        "1F0{reads=recv[0]} 1F1{reads=recv[1]}"
-    ),
+    wrong=_received_into(0),
+    right=_received_into(1),
+)
+
+_SENT_FROM = (
+    "rank 0: 0F0{writes=o0} 0SEND_F0{peer=1 reads=o0} WAIT(0SEND_F0) "
+    "0F1{writes=o1} 0SEND_F1{peer=1 reads={buffer}} WAIT(0SEND_F1)\n"
+    "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
 )
 
 OTHER_CONTENT = RuleDoc(
@@ -44,12 +54,8 @@ OTHER_CONTENT = RuleDoc(
         "gradient is added, and never held the right one in this step. Slots were exchanged, an index is stale, or a "
         "chunk reads the receive buffer of another chunk. Shapes agree, nothing races, and nothing complains."
     ),
-    wrong="rank 0: 0F0{writes=o0} 0SEND_F0{peer=1 reads=o0} WAIT(0SEND_F0) "
-    "0F1{writes=o1} 0SEND_F1{peer=1 reads=o0} WAIT(0SEND_F1)\n"
-    "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1",
-    right="rank 0: 0F0{writes=o0} 0SEND_F0{peer=1 reads=o0} WAIT(0SEND_F0) "
-    "0F1{writes=o1} 0SEND_F1{peer=1 reads=o1} WAIT(0SEND_F1)\n"
-    "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1",
+    wrong=_SENT_FROM.replace("{buffer}", "o0"),
+    right=_SENT_FROM.replace("{buffer}", "o1"),
 )
 
 INCOMPLETE = RuleDoc(
@@ -112,6 +118,8 @@ NEVER_WROTE = RuleDoc(
     ),
 )
 
+_REDUCED = "0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h}"
+
 UNUSED = RuleDoc(
     code="PP513",
     title="the optimizer reads a gradient that a reduction or scaling left out",
@@ -119,28 +127,15 @@ UNUSED = RuleDoc(
         "A gradient is reduced or scaled into one buffer, and the optimizer reads another: the update is made from a "
         "gradient that is not reduced. Ranks drift apart, or the learning rate is off by a factor."
     ),
-    wrong=(
-        "group dp: 0 1\n"
-        "rank 0: 0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h} 0STEP{reads=g}\n"
-        "rank 1: 0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h} 0STEP{reads=g}"
-    ),
-    right=(
-        "group dp: 0 1\n"
-        "rank 0: 0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h} 0STEP{reads=h}\n"
-        "rank 1: 0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h} 0STEP{reads=h}"
-    ),
+    wrong=of_ranks("dp: 0 1", *[f"{_REDUCED} 0STEP{{reads=g}}"] * 2),
+    right=of_ranks("dp: 0 1", *[f"{_REDUCED} 0STEP{{reads=h}}"] * 2),
 )
 
 
 def _check_overwritten(subject: Subject) -> Iterator[Finding]:
-    outcome = subject.once(contents)
+    outcome, ops = subject.once(contents), subject.graph.ops
     wrong = [read for read in outcome.wrong if read.own != NONE]
-    yield from capped(subject, OVERWRITTEN, _overwritten(subject, outcome, wrong), len(wrong))
-
-
-def _overwritten(subject: Subject, outcome: Contents, wrong: list[WrongRead]) -> Iterator[Finding]:
-    ops = subject.graph.ops
-    for read in wrong:
+    for read in wrong[:MOST_PER_CODE]:
         writer = read.content.writer
         yield about(
             subject,
@@ -150,6 +145,7 @@ def _overwritten(subject: Subject, outcome: Contents, wrong: list[WrongRead]) ->
             (read.own, writer, read.op),
             f"let {ops[writer]} write to another buffer" + _pool_size(subject, outcome, read),
         )
+    yield from count_of_rest(subject, OVERWRITTEN, len(wrong))
 
 
 def _pool_size(subject: Subject, outcome: Contents, read: WrongRead) -> str:
@@ -170,14 +166,9 @@ def _pool_size(subject: Subject, outcome: Contents, read: WrongRead) -> str:
 
 
 def _check_content(subject: Subject) -> Iterator[Finding]:
-    outcome = subject.once(contents)
+    outcome, graph = subject.once(contents), subject.graph
     wrong = [read for read in outcome.wrong if read.own == NONE]
-    yield from capped(subject, OTHER_CONTENT, _other_content(subject, outcome, wrong), len(wrong))
-
-
-def _other_content(subject: Subject, outcome: Contents, wrong: list[WrongRead]) -> Iterator[Finding]:
-    graph = subject.graph
-    for read in wrong:
+    for read in wrong[:MOST_PER_CODE]:
         op = graph.ops[read.op]
         adds = read.op in outcome.uses.op[(outcome.uses.buffer == read.buffer) & outcome.uses.changes]
         expected = _expectation(graph, read.op, adds=adds)
@@ -190,6 +181,7 @@ def _other_content(subject: Subject, outcome: Contents, wrong: list[WrongRead]) 
             (read.op,) if read.content.writer == NONE else (read.op, read.content.writer),
             f"let {op} name the buffer that holds {expected}",
         )
+    yield from count_of_rest(subject, OTHER_CONTENT, len(wrong))
 
 
 def content_text(graph: OpGraph, content: Content, step: int) -> str:
@@ -199,13 +191,9 @@ def content_text(graph: OpGraph, content: Content, step: int) -> str:
     writer = graph.ops[content.writer]
     if not content.terms:
         return f"holds {'zeros' if content.state is State.ZERO else 'other values'}, written by {writer}"
-    texts = [_term_text(graph, term) for term in sorted(content.terms, key=_by_work_item)]
+    texts = [_term_text(graph, term) for term in sorted(content.terms, key=lambda term: term[1:3])]
     text = texts[0] if len(texts) == 1 else f"the sum of {' and '.join(texts[:3])}{' and more' * (len(texts) > 3)}"
     return f"holds {text}{' of the step before' if content.step != step else ''}, written by {writer}"
-
-
-def _by_work_item(term: Term) -> tuple[int, int]:
-    return term.stage, term.work_item
 
 
 def _term_text(graph: OpGraph, term: Term) -> str:
@@ -218,7 +206,6 @@ def _expectation(graph: OpGraph, op: int, *, adds: bool) -> str:
     kind, stage, work_item = KINDS[graph.kind[op]], int(graph.stage[op]), int(graph.work_item[op])
     if work_item == NONE:
         return f"the gradient of stage {stage}"
-
     if adds:
         return f"the weight gradient of stage {stage} so far"
     wanted = input_of(graph, op)
@@ -231,17 +218,12 @@ def _expectation(graph: OpGraph, op: int, *, adds: bool) -> str:
     return f"{tensor}, or {saved}" if kind in ADDERS else tensor
 
 
-def _check_incomplete(subject: Subject) -> Iterator[Finding]:
-    yield from _sums(subject, INCOMPLETE, [one for one in subject.once(contents).sums if not one.count])
-
-
-def _check_repeated(subject: Subject) -> Iterator[Finding]:
-    yield from _sums(subject, REPEATED, [one for one in subject.once(contents).sums if one.count])
-
-
-def _sums(subject: Subject, doc: RuleDoc, wrong: list[WrongSum]) -> Iterator[Finding]:
+def _check_sums(subject: Subject, doc: RuleDoc) -> Iterator[Finding]:
+    """A result that a sum lacks, or, for ``REPEATED``, has more than once."""
     outcome = subject.once(contents)
-    yield from capped(subject, doc, (_sum(subject, outcome, doc, one) for one in wrong), len(wrong))
+    wrong = [one for one in outcome.sums if bool(one.count) == (doc is REPEATED)]
+    yield from (_sum(subject, outcome, doc, one) for one in wrong[:MOST_PER_CODE])
+    yield from count_of_rest(subject, doc, len(wrong))
 
 
 def _sum(subject: Subject, outcome: Contents, doc: RuleDoc, wrong: WrongSum) -> Finding:
@@ -287,16 +269,10 @@ def _check_never_wrote(subject: Subject) -> Iterator[Finding]:
 
 
 def _check_unused(subject: Subject) -> Iterator[Finding]:
-    outcome = subject.once(contents)
     ops = subject.graph.ops
-    for one in outcome.unused:
-        yield about(
-            subject,
-            UNUSED,
-            f"{_rank(subject, one.step_op)}: {ops[one.step_op]} reads no buffer that {ops[one.update]} has changed",
-            (one.step_op, one.update),
-            f"let {ops[one.step_op]} read what {ops[one.update]} writes",
-        )
+    for update, step in subject.once(contents).unused:
+        fact = f"{_rank(subject, step)}: {ops[step]} reads no buffer that {ops[update]} has changed"
+        yield about(subject, UNUSED, fact, (step, update), f"let {ops[step]} read what {ops[update]} writes")
 
 
 def _rank(subject: Subject, op: int) -> str:
@@ -310,8 +286,8 @@ def _buffer(outcome: Contents, buffer: int) -> str:
 RULES = (
     Rule(OVERWRITTEN, _check_overwritten),
     Rule(OTHER_CONTENT, _check_content),
-    Rule(INCOMPLETE, _check_incomplete),
+    Rule(INCOMPLETE, partial(_check_sums, doc=INCOMPLETE)),
     Rule(NEVER_WROTE, _check_never_wrote),
     Rule(UNUSED, _check_unused),
-    Rule(REPEATED, _check_repeated),
+    Rule(REPEATED, partial(_check_sums, doc=REPEATED)),
 )

@@ -77,22 +77,18 @@ class WrongSum:
     buffer: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnusedUpdate:
-    """A reduction or scaling of a stage's gradient whose result the optimizer (``step_op``) does not read."""
-
-    update: int
-    step_op: int
-
-
 @dataclass
 class Contents:
-    """Findings of the walk. ``unset`` are (collective, buffer) whose buffer nothing on its rank had written."""
+    """Findings of the walk.
+
+    ``unused`` are (reduction or scaling of a stage's gradient, optimizer step that does not read its result), and
+    ``unset`` (collective, buffer) whose buffer nothing on its rank had written.
+    """
 
     uses: Uses
     wrong: list[WrongRead] = field(default_factory=list)
     sums: list[WrongSum] = field(default_factory=list)
-    unused: list[UnusedUpdate] = field(default_factory=list)
+    unused: list[tuple[int, int]] = field(default_factory=list)
     unset: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -266,7 +262,7 @@ class _Walk:
         for update in updates:
             if self._change(update) not in passed and (update, NONE) not in self._reported:
                 self._reported.add((update, NONE))
-                self._found.unused.append(UnusedUpdate(update, op))
+                self._found.unused.append((update, op))
 
     def _is_reset(self, op: int, kind: OpKind, reads: Iterable[int]) -> bool:
         return kind is OpKind.SCALE_GRAD and not reads and self._graph.scale[op] == 0

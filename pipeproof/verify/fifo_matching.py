@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed
-from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
+from pipeproof.schedule.op_table import NONE, OpGraph, TensorSpec
 from pipeproof.schedule.ops import (
     KIND_CODE,
     KINDS,
@@ -69,21 +69,10 @@ class Pairs:
         wrong: BoolColumn = (sent != NONE) & (expected != NONE) & (sent != expected)
         return wrong
 
-    def either(self, by_tensor: Sequence[bool]) -> BoolColumn:
-        """Mask of the pairs in which the tensor of either end is marked; an end without a tensor is not."""
-        column = np.array([*by_tensor, False])[self.graph.tensor]
-        marked: BoolColumn = column[self.send] | column[self.receive]
-        return marked
-
     def is_payload(self) -> BoolColumn:
         """Mask of the pairs that carry a tensor: both ends do, and neither exchanges a shape."""
         meta = self.graph.is_kind(META_KINDS)
         return ~meta[self.send] & ~meta[self.receive]
-
-    def num_elements(self) -> tuple[IntColumn, IntColumn]:
-        """Numbers of elements that each send puts in and each receive expects."""
-        length = self.graph.stop - self.graph.start
-        return length[self.send], length[self.receive]
 
     def may_reshard(self) -> BoolColumn:
         """Mask of the pairs that carry a part of a tensor between unlike layouts or sizes.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -17,6 +18,21 @@ from pipeproof.schedule.ops import FORWARD_KINDS, META_KINDS, META_OF, RECV_KIND
 from pipeproof.verify.fifo_matching import Pairs, rank_of
 from pipeproof.verify.subject import Rule, Subject
 
+_FORM = {"shape": "8x4", "dtype": "float32", "placement": "invariant", "dims": "sh"}
+
+
+def _message(sent: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """A program with one message, whose ends have tensors of ``_FORM`` with these attributes changed."""
+    forms = [{**_FORM, **changed} for changed in (sent, wanted)]
+    tensors = (" ".join(f"{name}={value}" for name, value in form.items()) for form in forms)
+    num_sent, num_wanted = (prod(map(int, form["shape"].split("x"))) for form in forms)
+    return (
+        "tensor sent: {}\ntensor wanted: {}\n".format(*tensors)
+        + f"rank 0: 0F0 0SEND_F0{{peer=1 tensor=0 range=0..{num_sent}}} WAIT(0SEND_F0)\n"
+        + f"rank 1: 1RECV_F0{{peer=0 tensor=1 range=0..{num_wanted}}} WAIT(1RECV_F0) 1F0"
+    )
+
+
 SIZE = RuleDoc(
     code="PP303",
     title="a message and its receive buffer differ in size or shape",
@@ -25,26 +41,16 @@ SIZE = RuleDoc(
         "message and accepts a shorter one, leaving the rest of the buffer stale. The same number of elements "
         "in another shape or dim order is accepted everywhere, and scrambles the values."
     ),
-    wrong=(
-        "tensor sent: shape=16x2x64 dtype=float32 placement=invariant dims=sbh\n"
-        "tensor wanted: shape=8x2x64 dtype=float32 placement=invariant dims=sbh\n"
-        "rank 0: 0F0 0SEND_F0{peer=1 tensor=0 range=0..2048} WAIT(0SEND_F0)\n"
-        "rank 1: 1RECV_F0{peer=0 tensor=1 range=0..1024} WAIT(1RECV_F0) 1F0"
-    ),
-    right=(
-        "tensor sent: shape=16x2x64 dtype=float32 placement=invariant dims=sbh\n"
-        "tensor wanted: shape=16x2x64 dtype=float32 placement=invariant dims=sbh\n"
-        "rank 0: 0F0 0SEND_F0{peer=1 tensor=0 range=0..2048} WAIT(0SEND_F0)\n"
-        "rank 1: 1RECV_F0{peer=0 tensor=1 range=0..2048} WAIT(1RECV_F0) 1F0"
-    ),
+    wrong=_message({"shape": "16x2x64", "dims": "sbh"}, {"shape": "8x2x64", "dims": "sbh"}),
+    right=_message({"shape": "16x2x64", "dims": "sbh"}, {"shape": "16x2x64", "dims": "sbh"}),
 )
 
 
 def _check_size(subject: Subject) -> Iterator[Finding]:
     graph, pairs = subject.graph, Pairs(subject.graph)
-    num_sent, num_wanted = pairs.num_elements()
+    length = graph.stop - graph.start
     other_form = pairs.differ(_form) & pairs.is_payload() & ~pairs.may_reshard()
-    for send, receive in pairs.where((num_sent != num_wanted) | other_form):
+    for send, receive in pairs.where((length[pairs.send] != length[pairs.receive]) | other_form):
         yield SIZE.finding(
             f"{graph.ops[send]} on rank {rank_of(graph, send)} sends {_elements(graph, send)}, but "
             f"{graph.ops[receive]} on rank {rank_of(graph, receive)} expects {_elements(graph, receive)}",
@@ -81,18 +87,8 @@ DTYPE = RuleDoc(
         "No backend checks the dtype of a message: the bytes are taken as they are, so that float32 read as "
         "int32, or bfloat16 as float16, gives numbers that mean nothing."
     ),
-    wrong=(
-        "tensor sent: shape=8x4 dtype=bfloat16 placement=invariant dims=sh\n"
-        "tensor wanted: shape=8x4 dtype=float32 placement=invariant dims=sh\n"
-        "rank 0: 0F0 0SEND_F0{peer=1 tensor=0 range=0..32} WAIT(0SEND_F0)\n"
-        "rank 1: 1RECV_F0{peer=0 tensor=1 range=0..32} WAIT(1RECV_F0) 1F0"
-    ),
-    right=(
-        "tensor sent: shape=8x4 dtype=bfloat16 placement=invariant dims=sh\n"
-        "tensor wanted: shape=8x4 dtype=bfloat16 placement=invariant dims=sh\n"
-        "rank 0: 0F0 0SEND_F0{peer=1 tensor=0 range=0..32} WAIT(0SEND_F0)\n"
-        "rank 1: 1RECV_F0{peer=0 tensor=1 range=0..32} WAIT(1RECV_F0) 1F0"
-    ),
+    wrong=_message({"dtype": "bfloat16"}, {}),
+    right=_message({"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
 )
 
 
@@ -120,18 +116,8 @@ LAYOUT = RuleDoc(
         "The sender's tensor and the receiver's lie differently over the tensor-parallel ranks, and nothing "
         "between them changes the layout. The receiver computes with values that mean something else."
     ),
-    wrong=(
-        "tensor sent: shape=8x4 dtype=float32 placement=sharded(0) dims=sh\n"
-        "tensor wanted: shape=8x4 dtype=float32 placement=invariant dims=sh\n"
-        "rank 0: 0F0 0SEND_F0{peer=1 tensor=0 range=0..32} WAIT(0SEND_F0)\n"
-        "rank 1: 1RECV_F0{peer=0 tensor=1 range=0..32} WAIT(1RECV_F0) 1F0"
-    ),
-    right=(
-        "tensor sent: shape=8x4 dtype=float32 placement=sharded(0) dims=sh\n"
-        "tensor wanted: shape=8x4 dtype=float32 placement=sharded(0) dims=sh\n"
-        "rank 0: 0F0 0SEND_F0{peer=1 tensor=0 range=0..32} WAIT(0SEND_F0)\n"
-        "rank 1: 1RECV_F0{peer=0 tensor=1 range=0..32} WAIT(1RECV_F0) 1F0"
-    ),
+    wrong=_message({"placement": "sharded(0)"}, {}),
+    right=_message({"placement": "sharded(0)"}, {"placement": "sharded(0)"}),
 )
 
 
@@ -161,18 +147,8 @@ MEMORY_ORDER = RuleDoc(
         "elements in another order, of a slice with holes the wrong elements. (PyTorch's gloo refuses such "
         "messages, but takes such tensors for all_reduce and broadcast. Paddle refuses both. NCCL does not look.)"
     ),
-    wrong=(
-        "tensor sent: shape=8x4 dtype=float32 placement=invariant dims=sh strides=1x8\n"
-        "tensor wanted: shape=8x4 dtype=float32 placement=invariant dims=sh\n"
-        "rank 0: 0F0 0SEND_F0{peer=1 tensor=0 range=0..32} WAIT(0SEND_F0)\n"
-        "rank 1: 1RECV_F0{peer=0 tensor=1 range=0..32} WAIT(1RECV_F0) 1F0"
-    ),
-    right=(
-        "tensor sent: shape=8x4 dtype=float32 placement=invariant dims=sh strides=4x1\n"
-        "tensor wanted: shape=8x4 dtype=float32 placement=invariant dims=sh\n"
-        "rank 0: 0F0 0SEND_F0{peer=1 tensor=0 range=0..32} WAIT(0SEND_F0)\n"
-        "rank 1: 1RECV_F0{peer=0 tensor=1 range=0..32} WAIT(1RECV_F0) 1F0"
-    ),
+    wrong=_message({"strides": "1x8"}, {}),
+    right=_message({"strides": "4x1"}, {}),
 )
 
 
@@ -211,9 +187,9 @@ def _check_memory_order(subject: Subject) -> Iterator[Finding]:
     if all(tensor.strides is None for tensor in graph.tensors):
         return
     pairs = Pairs(graph)
-    holes = [has_holes(tensor) for tensor in graph.tensors]
-    other_order = pairs.differ(memory_order) & ~pairs.differ(lambda tensor: tensor.shape)  # else PP303 speaks
-    wrong = other_order | pairs.either(holes)
+    holes = np.array([*map(has_holes, graph.tensors), False])[graph.tensor]  # False: an end without a tensor
+    wrong = pairs.differ(memory_order) & ~pairs.differ(lambda tensor: tensor.shape)  # else PP303 speaks
+    wrong |= holes[pairs.send] | holes[pairs.receive]
     for send, receive in pairs.where(wrong & pairs.is_payload()):
         stated = [
             f"{graph.ops[op_id]} on rank {rank_of(graph, op_id)} has strides {list(memory_order(tensor))}"
@@ -322,7 +298,9 @@ def _last_before(rows: IntColumn, meta: BoolColumn, key: IntColumn) -> IntColumn
 
 def _check_announced(subject: Subject) -> Iterator[Finding]:
     graph, exchange = subject.graph, subject.once(exchange_of)
-    tensors, meta = exchange.tensors, _announcements(exchange)
+    tensors = exchange.tensors
+    is_own = (exchange.own != NONE) & (exchange.own < tensors)
+    meta = np.where(is_own, exchange.own, exchange.last)  # by which the tensor's buffer is made
     sent, announced = (np.where(rows == NONE, NONE, graph.tensor[graph.match[rows]]) for rows in (tensors, meta))
     forms: dict[object, int] = {}
     form = np.array([*(forms.setdefault((t.shape, t.dims, t.dtype), len(forms)) for t in graph.tensors), NONE])
@@ -335,12 +313,6 @@ def _check_announced(subject: Subject) -> Iterator[Finding]:
             help=f"announce the shape again before {graph.ops[receive]}, or exchange it for every micro-batch",
             witness=subject.witness(source, receive),
         )
-
-
-def _announcements(exchange: Exchange) -> IntColumn:
-    """For each tensor the META receive that its buffer is made by; ``NONE`` without any."""
-    is_own = (exchange.own != NONE) & (exchange.own < exchange.tensors)
-    return np.where(is_own, exchange.own, exchange.last)
 
 
 INCOMPLETE = RuleDoc(

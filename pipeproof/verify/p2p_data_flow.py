@@ -19,11 +19,8 @@ from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, KIND_CODE, PART_KINDS, SEND_KINDS, OpKind
 from pipeproof.verify.completeness import is_expected
 from pipeproof.verify.fifo_matching import partner_of
-from pipeproof.verify.subject import Rule, Subject, missing_op
-
-_PAYLOAD_KINDS = frozenset(
-    {OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.SEND_BACKWARD, OpKind.RECV_BACKWARD},
-)
+from pipeproof.verify.provenance import DATA_RECEIVES, DATA_SENDS
+from pipeproof.verify.subject import Rule, Subject, missing_op, of_ranks
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def _member_names(subject: Subject) -> list[str]:
 
 def _messages(subject: Subject) -> _Messages:
     graph = subject.graph
-    row = np.flatnonzero(graph.is_kind(_PAYLOAD_KINDS))
+    row = np.flatnonzero(graph.is_kind(DATA_SENDS | DATA_RECEIVES))
     is_send = graph.is_kind(SEND_KINDS)[row]
     backward = graph.is_kind(frozenset({OpKind.SEND_BACKWARD, OpKind.RECV_BACKWARD}))[row].astype(np.int64)
     names = _member_names(subject)
@@ -280,17 +277,15 @@ def _check_unexpected(subject: Subject) -> Iterator[Finding]:
     for index in np.flatnonzero(unused | unmade | again).tolist():
         ends = int(send[index]), int(row[index])
         maker, user = graph.ops[ends[0]], graph.ops[ends[1]]
+        by_maker = unmade[index] and not unused[index]
         if unused[index]:
-            where = subject.coords_text(int(graph.rank[ends[1]]))
-            what = f"{where} receives {user}, but has no part in stage {user.stage}, which uses it"
-        elif unmade[index]:
-            where = subject.coords_text(int(graph.rank[ends[0]]))
-            what = f"{where} sends {maker}, but has no part in stage {maker.stage}, which makes it"
+            what = f"receives {user}, but has no part in stage {user.stage}, which uses it"
+        elif by_maker:
+            what = f"sends {maker}, but has no part in stage {maker.stage}, which makes it"
         else:
-            where = subject.coords_text(int(graph.rank[ends[1]]))
-            what = f"{where} receives {user} again: the same elements of the same tensor have come already"
+            what = f"receives {user} again: the same elements of the same tensor have come already"
         yield UNEXPECTED.finding(
-            what,
+            f"{subject.coords_text(int(graph.rank[ends[0 if by_maker else 1]]))} {what}",
             help=f"remove {maker} and {user} with their waits, or compute where the tensor goes",
             witness=subject.witness(*ends),
         )
@@ -357,10 +352,6 @@ def _feeders(subject: Subject) -> Iterator[tuple[_Direction, IntColumn, IntColum
 # between that row and its last part is only what belongs to computations that take turns.
 
 
-def _example(rank: str) -> str:
-    return f"group ep: 0 1\nrank 0: {rank}\nrank 1: {rank}"
-
-
 PARTS = RuleDoc(
     code="PP145",
     title="the parts of a computation are out of order",
@@ -371,8 +362,8 @@ PARTS = RuleDoc(
         "PARTs that deferred its weight gradients, and the last one at its end. Nothing else is between the row and "
         "the last part: a send there would carry a tensor that is not complete."
     ),
-    wrong=_example("0F0 0F0/0.PART 0F0/1.PART 0F0/0.ALL_TO_ALL:ep{group=0 range=0..8 queue=ep}"),
-    right=_example("0F0 0F0/0.PART 0F0/0.ALL_TO_ALL:ep{group=0 range=0..8 queue=ep} 0F0/1.PART"),
+    wrong=of_ranks("ep: 0 1", *["0F0 0F0/0.PART 0F0/1.PART 0F0/0.ALL_TO_ALL:ep{group=0 range=0..8 queue=ep}"] * 2),
+    right=of_ranks("ep: 0 1", *["0F0 0F0/0.PART 0F0/0.ALL_TO_ALL:ep{group=0 range=0..8 queue=ep} 0F0/1.PART"] * 2),
 )
 _PART, _WEIGHTS, _WHOLE = (KIND_CODE[kind] for kind in (OpKind.PART, OpKind.WEIGHTS, OpKind.BACKWARD))
 _TOGETHER = [KIND_CODE[OpKind.ALL_GATHER], KIND_CODE[OpKind.REDUCE_SCATTER]]
@@ -438,17 +429,15 @@ def _misplaced(graph: OpGraph, has_parts: BoolColumn) -> IntColumn:
     begins = np.diff(parent, prepend=NONE) != 0
     ends = np.append(begins[1:], True)
     wrong = (begins | ends) & ~is_part
-    before, after = rows[:-1], rows[1:]
-    together = (graph.kind[before] == graph.kind[after]) & np.isin(graph.kind[after], _TOGETHER)
-    together &= (graph.axis[before] == _EP) & (graph.axis[after] == _EP)
-    follows = ~begins[1:]
-    wrong[1:] |= follows & (is_part[1:] == is_part[:-1]) & ~together
-    apart = np.zeros(len(rows), dtype=bool)  # a PART between two that are issued together
-    first, last = rows[:-2], rows[2:]
-    same = (graph.kind[first] == graph.kind[last]) & np.isin(graph.kind[last], _TOGETHER)
-    same &= (graph.axis[first] == _EP) & (graph.axis[last] == _EP) & (parent[:-2] == parent[2:])
-    apart[1:-1] = same & is_part[1:-1]
-    return np.sort(rows[wrong | apart])
+
+    def together(first: IntColumn, last: IntColumn) -> BoolColumn:
+        same = (graph.kind[first] == graph.kind[last]) & np.isin(graph.kind[last], _TOGETHER)
+        return np.asarray(same & (graph.axis[first] == _EP) & (graph.axis[last] == _EP))
+
+    wrong[1:] |= ~begins[1:] & (is_part[1:] == is_part[:-1]) & ~together(rows[:-1], rows[1:])
+    # a PART between two that are issued together
+    wrong[1:-1] |= together(rows[:-2], rows[2:]) & (parent[:-2] == parent[2:]) & is_part[1:-1]
+    return np.sort(rows[wrong])
 
 
 def _wrong_weights(graph: OpGraph, has_parts: BoolColumn) -> IntColumn:
@@ -477,9 +466,6 @@ def _between(graph: OpGraph, has_parts: BoolColumn) -> IntColumn:
     np.add.at(inside, computations, 1)
     np.add.at(inside, last[computations], -1)
     return np.flatnonzero((np.cumsum(inside[:-1]) > 0) & ~belongs)
-
-
-"""The rule on parts."""
 
 
 RULES: tuple[Rule, ...] = (

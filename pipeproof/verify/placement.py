@@ -115,6 +115,8 @@ def _example(ranks: str, facts: str) -> str:
     )
 
 
+_TWO = "rank 0: 0F0\nrank 1: 1F0"
+
 LAYER_NUMBERS = RuleDoc(
     code="PP117",
     title="the layers of the stages are not numbered as the model's",
@@ -124,12 +126,8 @@ LAYER_NUMBERS = RuleDoc(
         "offset of rank times layers per rank where stages are uneven, give two layers one number and leave others "
         "out."
     ),
-    wrong=_example(
-        "rank 0: 0F0\nrank 1: 1F0", "Facts(num_layers=2, layer_numbers=(LayerNumber(0, 0, 0), LayerNumber(1, 0, 0)))"
-    ),
-    right=_example(
-        "rank 0: 0F0\nrank 1: 1F0", "Facts(num_layers=2, layer_numbers=(LayerNumber(0, 0, 0), LayerNumber(1, 0, 1)))"
-    ),
+    wrong=_example(_TWO, "Facts(num_layers=2, layer_numbers=(LayerNumber(0, 0, 0), LayerNumber(1, 0, 0)))"),
+    right=_example(_TWO, "Facts(num_layers=2, layer_numbers=(LayerNumber(0, 0, 0), LayerNumber(1, 0, 1)))"),
     kind=ExampleKind.PYTHON,
 )
 
@@ -180,19 +178,16 @@ def _check_roles(subject: Subject) -> Iterator[Finding]:
         for rank in sorted(has - set(owners[stage])):
             held = [str(s) for s, ranks in owners.items() if rank in ranks]
             of = f"stage {' and '.join(held)}" if held else "no stage"
+            ranks = [subject.graph.global_rank[owner] for owner in owners[stage]]
             yield ROLE.finding(
                 f"{subject.coords_text(rank)} builds the {what}, but holds {of}; the {what} belongs to stage {stage}",
-                help=f"decide by stage: stage {stage} is on rank {_listed(subject, owners[stage])}",
+                help=f"decide by stage: stage {stage} is on rank {', '.join(map(str, ranks))}",
             )
         for rank in sorted(set(owners[stage]) - has):
             yield ROLE.finding(
                 f"{subject.coords_text(rank)} holds stage {stage} and builds no {what}",
                 help=f"build the {what} on every rank of stage {stage}",
             )
-
-
-def _listed(subject: Subject, ranks: tuple[int, ...]) -> str:
-    return ", ".join(str(subject.graph.global_rank[rank]) for rank in ranks)
 
 
 # 119, 120: random numbers are drawn from a key of (layer, micro-batch, region), the same where values are the same.
@@ -213,6 +208,8 @@ def _draw_example(*draws: str) -> str:
     )
 
 
+_DRAW = "RngDraw(0, 'layer.0', 0, 'dropout', 'a')"
+
 REPLAY = RuleDoc(
     code="PP119",
     title="a recomputation draws other random numbers than its forward",
@@ -221,12 +218,8 @@ REPLAY = RuleDoc(
         "be saved with the micro-batch and restored. Otherwise the backward belongs to another function than the "
         "forward, and the loss alone does not show it."
     ),
-    wrong=_draw_example(
-        "RngDraw(0, 'layer.0', 0, 'dropout', 'a')", "RngDraw(0, 'layer.0', 0, 'dropout', 'b', replay=True)"
-    ),
-    right=_draw_example(
-        "RngDraw(0, 'layer.0', 0, 'dropout', 'a')", "RngDraw(0, 'layer.0', 0, 'dropout', 'a', replay=True)"
-    ),
+    wrong=_draw_example(_DRAW, "RngDraw(0, 'layer.0', 0, 'dropout', 'b', replay=True)"),
+    right=_draw_example(_DRAW, "RngDraw(0, 'layer.0', 0, 'dropout', 'a', replay=True)"),
     kind=ExampleKind.PYTHON,
 )
 
@@ -262,8 +255,8 @@ RANKS = RuleDoc(
         "sequences or experts must draw independently, or their noise is correlated. And every layer, micro-batch "
         "and region draws its own: a repeated key repeats the mask."
     ),
-    wrong=_draw_example("RngDraw(0, 'layer.0', 0, 'dropout', 'a')", "RngDraw(1, 'layer.0', 0, 'dropout', 'a')"),
-    right=_draw_example("RngDraw(0, 'layer.0', 0, 'dropout', 'a')", "RngDraw(1, 'layer.0', 0, 'dropout', 'b')"),
+    wrong=_draw_example(_DRAW, "RngDraw(1, 'layer.0', 0, 'dropout', 'a')"),
+    right=_draw_example(_DRAW, "RngDraw(1, 'layer.0', 0, 'dropout', 'b')"),
     kind=ExampleKind.PYTHON,
 )
 

@@ -91,11 +91,7 @@ class ComputeTable:
     def _index(self) -> tuple[int, int, IntColumn]:
         num_stages = int(self.stage.max(initial=-1)) + 1
         num_work_items = int(self.work_item.max(initial=-1)) + 1
-        return (
-            num_stages,
-            num_work_items,
-            (self.rank * num_stages + self.stage) * num_work_items + self.work_item,
-        )
+        return num_stages, num_work_items, (self.rank * num_stages + self.stage) * num_work_items + self.work_item
 
     @cached_property
     def _by_entry(self) -> tuple[IntColumn, IntColumn]:
@@ -122,9 +118,8 @@ def compute_table(graph: OpGraph) -> ComputeTable:
         selected = np.flatnonzero(graph.kind[rows] == KIND_CODE[kind])
         count[kind] = np.bincount(entry_of[selected], minlength=len(some))
         first[kind] = np.full(len(some), NONE, dtype=np.int64)
-        first[kind][entry_of[selected[::-1]]] = rows[
-            selected[::-1]
-        ]  # of several the last one written stays: the first row
+        backwards = selected[::-1]  # of several the last one written stays: the first row
+        first[kind][entry_of[backwards]] = rows[backwards]
     return ComputeTable(rank[some], stage[some], work_item[some], count, first, rows, entry_of)
 
 
@@ -149,6 +144,11 @@ def of_small_plan(topology: str, *changes: str) -> str:
             "subject = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))",
         ]
     )
+
+
+def of_ranks(group: str, *programs: str) -> str:
+    """The text form of the programs of some ranks, with one group of them: ``tp: 0 1``."""
+    return "\n".join([f"group {group}", *(f"rank {rank}: {ops}" for rank, ops in enumerate(programs))])
 
 
 _Fact = TypeVar("_Fact")
@@ -215,16 +215,13 @@ class Subject:
     def stage_owners(self) -> Mapping[int, tuple[int, ...]]:
         """The graph's ranks that compute each stage: as the plan places it, else those that do."""
         graph = self.graph
-        owners: dict[int, list[int]] = {}
         if self.lowered is not None:
-            by_pp: dict[int, list[int]] = {}
-            for rank, pp in enumerate(self.pp_of.tolist()):
-                by_pp.setdefault(pp, []).append(rank)
             return {
-                stage: tuple(rank for pp in holders for rank in by_pp.get(pp, ()))
+                stage: tuple(rank for pp in holders for rank in np.flatnonzero(self.pp_of == pp).tolist())
                 for stage, holders in enumerate(self.lowered.holders)
                 if holders
             }
+        owners: dict[int, list[int]] = {}
         rows = graph.is_kind(COMPUTE_KINDS)
         for stage, rank in np.unique(np.stack([graph.stage[rows], graph.rank[rows]], axis=1), axis=0).tolist():
             owners.setdefault(stage, []).append(rank)
@@ -280,10 +277,8 @@ class Subject:
         mesh, global_rank = self.lowered.mesh, self.graph.global_rank[rank]
         coords = mesh.coords(global_rank)
         folded = self.lowered.folded
-        shown = [
-            axis for axis in ("pp", "dp", "tp", "cp", "ep") if mesh.size(axis) > 1 and (axis == "pp" or not folded)
-        ]
-        parts = [f"{axis} {coords[axis]}" for axis in shown]
+        shown = ("pp",) if folded else ("pp", "dp", "tp", "cp", "ep")
+        parts = [f"{axis} {coords[axis]}" for axis in shown if mesh.size(axis) > 1]
         if folded:
             parts.append(f"and {mesh.num_ranks // mesh.size('pp') - 1} more alike")
         return f"rank {global_rank} ({', '.join(parts)})" if parts else f"rank {global_rank}"

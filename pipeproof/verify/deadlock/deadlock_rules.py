@@ -327,13 +327,14 @@ _ONE_PAIR = 2
 def _declared(subject: Subject, fault: Fault, doc: RuleDoc, where: str) -> Iterator[Finding]:
     """The deadlock under the declared model, if it is due to this promise."""
     deadlock = subject.once(declared_deadlock)
-    if deadlock is None or deadlock.fault != fault:
+    if deadlock is None or deadlock[1] != fault:
         return
-    ops = cycle_of(subject.graph, deadlock.model)
+    model, _ = deadlock
+    ops = cycle_of(subject.graph, model)
     yield doc.finding(
         f"{ranks_text(subject, ops)} deadlock {where}: {chain_text(subject, ops)}",
         location=subject.locate("schedule"),
-        help=_help(subject, deadlock.model, ops),
+        help=_help(subject, model, ops),
         witness=cycle_witness(subject, ops),
     )
 

@@ -246,14 +246,6 @@ def blamed(graph: OpGraph, declared: ChannelModel) -> tuple[ChannelModel, Fault]
     return warm, "queue"
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlock:
-    """A deadlock under what is declared: the model to show it by, and which promise is at fault."""
-
-    model: ChannelModel
-    fault: Fault
-
-
 def promised(subject: Subject) -> ChannelModel:
     """The model that the subject's backend and plan declare; connections are warm by default."""
     stated = "warm" if subject.lowered is None else subject.lowered.spec.transport.connections
@@ -265,11 +257,9 @@ def _verdict(subject: Subject) -> Verdict:
     return DeadlockChecker(subject.graph).verdict(promised(subject))
 
 
-def declared_deadlock(subject: Subject) -> Deadlock | None:
-    """The deadlock under the declared model, if there is one."""
-    if not subject.once(_verdict).declared:
-        return None
-    return Deadlock(*blamed(subject.graph, promised(subject)))
+def declared_deadlock(subject: Subject) -> tuple[ChannelModel, Fault] | None:
+    """The deadlock under the declared model, if there is one: see ``blamed``."""
+    return blamed(subject.graph, promised(subject)) if subject.once(_verdict).declared else None
 
 
 def conditions(subject: Subject) -> tuple[ChannelModel, ...]:

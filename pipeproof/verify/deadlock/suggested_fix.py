@@ -55,8 +55,7 @@ def suggest_fix(subject: Subject, model: ChannelModel) -> str | None:
     """
     if subject.graph.num_ops > LARGEST:
         return None
-    search = _Search(subject, model)
-    draft = search.run()
+    draft = _Search(subject, model).run()
     return None if draft is None else "; ".join(draft.changes)
 
 
@@ -124,11 +123,13 @@ class _Search:
 
     def _moved(self, draft: _Draft, op: int, other: int, words: str, *, everywhere: bool) -> Iterator[_Draft]:
         """The draft with an operation moved past another; ``words`` are a verb and a preposition for the change."""
-        moved = _Move(self._graph, self._rows, op, other).past(draft, everywhere=everywhere)
+        moved = _Move(self._graph, self._rows, op, other).moved(draft, beyond=True, everywhere=everywhere)
         if moved is not None:
-            text, other_text = self._texts(op, other, everywhere=everywhere)
+            one, anchor = self._rows[op].op, self._rows[other].op
             verb, preposition = words.split()
-            what = f"{verb} {text} {preposition} {'the nearest ' if everywhere else ''}{other_text}"
+            what = f"{verb} {one} {preposition} {anchor}"
+            if everywhere:
+                what = f"{verb} each {_pattern(one)} {preposition} the nearest {_pattern(anchor)}"
             yield self._with_change(moved, draft, op, what)
 
     def _one_call(self, draft: _Draft, later: int, earlier: int) -> Iterator[_Draft]:
@@ -140,21 +141,14 @@ class _Search:
         number = max((row.batch for row in self._rows), default=NONE) + 1 + len(draft.changes)
         together = {**draft.batches, later: number, earlier: number}
         what = f"issue {one.op} and {other.op} as one batch"
-        for moved in (
-            _Move(self._graph, self._rows, later, earlier).up_to(draft),
-            _Move(self._graph, self._rows, earlier, later).up_to(draft),
-        ):
+        for op_id, anchor in ((later, earlier), (earlier, later)):
+            moved = _Move(self._graph, self._rows, op_id, anchor).moved(draft, beyond=False)
             if moved is not None:
                 yield self._with_change(replace(moved, batches=together), draft, later, what)
 
     def _with_change(self, moved: _Draft, draft: _Draft, op_id: int, what: str) -> _Draft:
         rank = self._graph.global_rank[int(self._graph.rank[op_id])]
         return replace(moved, changes=(*draft.changes, f"on rank {rank}, {what}"))
-
-    def _texts(self, moved: int, anchor: int, *, everywhere: bool) -> tuple[str, str]:
-        """Texts of the moved operation and its anchor; with ``everywhere``, of all that look like them."""
-        one, other = self._rows[moved].op, self._rows[anchor].op
-        return (f"each {_pattern(one)}", f"{_pattern(other)}") if everywhere else (str(one), str(other))
 
 
 def _codes(subject: Subject) -> Counter[str]:
@@ -177,15 +171,8 @@ class _Move:
     op_id: int
     anchor: int
 
-    def past(self, draft: _Draft, *, everywhere: bool) -> _Draft | None:
-        """The draft with the operation on the other side of the anchor, next to it; None if it may not go there."""
-        return self._moved(draft, beyond=True, everywhere=everywhere)
-
-    def up_to(self, draft: _Draft) -> _Draft | None:
-        """The draft with the operation next to the anchor, on its own side of it; None if it may not go there."""
-        return self._moved(draft, beyond=False, everywhere=False)
-
-    def _moved(self, draft: _Draft, *, beyond: bool, everywhere: bool) -> _Draft | None:
+    def moved(self, draft: _Draft, *, beyond: bool, everywhere: bool = False) -> _Draft | None:
+        """The draft with the operation next to the anchor, or ``beyond`` it; None if it may not go there."""
         rank = int(self.graph.rank[self.op_id])
         program = list(draft.programs[rank])
         step = 1 if program.index(self.anchor) > program.index(self.op_id) else -1

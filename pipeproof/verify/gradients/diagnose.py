@@ -189,8 +189,8 @@ class _Search:
             if key not in verdicts:
                 verdicts[key] = self.checker.verdict(held, rank, state)
             verdict = verdicts[key]
-            if verdict.wrong:
-                yield from explain(self.model, held, rank, verdict.missing_terms, verdict.counts)
+            if verdict is not None:
+                yield from explain(self.model, held, rank, *verdict)
 
     def _partners_in_line(self, rank: int) -> Callable[[int, Move], Partners]:
         """Of a rank that represents all of its stage."""

@@ -157,18 +157,8 @@ class _SumExplanation:
     def _name(self, index: int, *, last: bool = False) -> str:
         return str(self._model.graph.ops[int(self._view.ops[index][-1 if last else 0])])
 
-    def _problem(
-        self,
-        cause: Cause,
-        key: tuple[str, ...],
-        fact: str,
-        fix: str,
-        ops: tuple[int, ...] = (),
-        count: Count | None = None,
-    ) -> Problem:
-        return Problem(
-            cause, key, self._rank, self._stage, fact, fix, self._held.parameter.name, tuple(sorted(ops)), count
-        )
+    def _problem(self, cause: Cause, key: tuple[str, ...], fact: str, fix: str, ops: tuple[int, ...]) -> Problem:
+        return Problem(cause, key, self._rank, self._stage, fact, fix, self._held.parameter.name, tuple(sorted(ops)))
 
     def early(self) -> Iterator[Problem]:
         """Reductions or the step before the last addition, reductions after the step."""
@@ -279,10 +269,8 @@ class _SumExplanation:
             elif move.kind is MoveKind.SPOIL:
                 fact, key = f"{self._name(i)} takes the maximum over {move.axis} where gradients are added", "max"
             elif move.axis in parameter.sharded_over and move.axis is not None and not self._model.facts.guessed:
-                fact, key = (
-                    f"{self._name(i)} adds up different parts of the weight, which is cut over {move.axis}",
-                    "cut",
-                )
+                fact = f"{self._name(i)} adds up different parts of the weight, which is cut over {move.axis}"
+                key = "cut"
             elif i in twice:
                 fact, key = f"{self._name(i)} sums over {move.axis} what is summed over {move.axis} already", "twice"
             elif wrong and move.axis is not None and move.axis not in (*needed, "pp") and not move.average:
@@ -354,11 +342,10 @@ class _SumExplanation:
 
     def scale(self, count: Count) -> Problem:
         """Problem of a sum in which only the weight of tokens is wrong."""
-        cause = Cause.MAIN_SCALE if count.loss == MAIN_LOSS else Cause.OTHER_SCALE
-        if self._held.parameter.losses == ():
-            cause = Cause.MAIN_SCALE
-        problem = self._problem(cause, (count.loss, str(count.found)), "", "", (), count)
-        return replace(problem, ops=count.ops)
+        of_main = count.loss == MAIN_LOSS or self._held.parameter.losses == ()
+        cause = Cause.MAIN_SCALE if of_main else Cause.OTHER_SCALE
+        problem = self._problem(cause, (count.loss, str(count.found)), "", "", ())
+        return replace(problem, ops=count.ops, count=count)
 
 
 _REDUCTIONS = (MoveKind.REDUCE, MoveKind.TOUCH)

@@ -13,7 +13,8 @@ from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.gradients.diagnose import diagnose
 from pipeproof.verify.gradients.expected_gradients import ADDS
 from pipeproof.verify.gradients.explain_sum import Cause, Count, Problem
-from pipeproof.verify.subject import Rule, Subject, of_small_plan
+from pipeproof.verify.gradients.kept_elements import MOST_NAMED, names_text
+from pipeproof.verify.subject import Rule, Subject, of_ranks, of_small_plan
 
 MISSING = RuleDoc(
     code="PP601",
@@ -152,7 +153,6 @@ UNREADABLE = RuleDoc(
     right="rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/dp} 0STEP",
 )
 
-_TWO_RANKS = "group dp: 0 1\nrank 0: {0}\nrank 1: {0}"
 _SUMMED = "0F0 0B0 0REDUCE_GRAD:dp{group=0 writes=grad[weight]}"
 
 UNEXPECTED = RuleDoc(
@@ -165,8 +165,8 @@ UNEXPECTED = RuleDoc(
         "in the sum, and is reported where the sum is wrong. A call whose gradient is known by its name or its number "
         "of elements is right where a scale makes up for it."
     ),
-    wrong=_TWO_RANKS.format(f"{_SUMMED} 0ALL_REDUCE:dp{{group=0 writes=grad[weight]}} 0STEP"),
-    right=_TWO_RANKS.format(f"{_SUMMED} 0STEP"),
+    wrong=of_ranks("dp: 0 1", *[f"{_SUMMED} 0ALL_REDUCE:dp{{group=0 writes=grad[weight]}} 0STEP"] * 2),
+    right=of_ranks("dp: 0 1", *[f"{_SUMMED} 0STEP"] * 2),
 )
 
 _SCATTERED = "0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 range=0..16}"
@@ -181,15 +181,11 @@ ELEMENTS = RuleDoc(
         "shapes agree, and the loss goes down. A sum with fewer elements than its gradient leaves out the rest. The "
         "range of a STEP counts in the flat buffer of its stage."
     ),
-    wrong=f"group dp: 0 1\nrank 0: {_SCATTERED} 0STEP{{range=0..10}}\nrank 1: {_SCATTERED} 0STEP{{range=10..16}}",
-    right=f"group dp: 0 1\nrank 0: {_SCATTERED} 0STEP{{range=0..8}}\nrank 1: {_SCATTERED} 0STEP{{range=8..16}}",
+    wrong=of_ranks("dp: 0 1", f"{_SCATTERED} 0STEP{{range=0..10}}", f"{_SCATTERED} 0STEP{{range=10..16}}"),
+    right=of_ranks("dp: 0 1", f"{_SCATTERED} 0STEP{{range=0..8}}", f"{_SCATTERED} 0STEP{{range=8..16}}"),
 )
 
 ALL = (MISSING, NEEDLESS, WRONG_GROUP, EARLY, LOST, MAIN_SCALE, OTHER_SCALE, COPIES, EVALUATION, UNREADABLE)
-
-
-_MOST_NAMED = 3
-"""Parameters, ranks and pairs of rows that a finding names; the rest are counted."""
 
 
 def _check(doc: RuleDoc) -> Callable[[Subject], Iterator[Finding]]:
@@ -208,7 +204,7 @@ def _check(doc: RuleDoc) -> Callable[[Subject], Iterator[Finding]]:
 
 def _finding(subject: Subject, doc: RuleDoc, problems: Sequence[Problem]) -> Finding:
     first = problems[0]
-    witness = dict.fromkeys(op for problem in problems[:_MOST_NAMED] for op in problem.ops)
+    witness = dict.fromkeys(op for problem in problems[:MOST_NAMED] for op in problem.ops)
     return doc.finding(
         _count_text(first.count, problems) if first.count is not None else f"{_where(subject, problems)}: {first.fact}",
         location=subject.locate("loss" if first.count is not None else "schedule"),
@@ -224,18 +220,12 @@ def _where(subject: Subject, problems: Sequence[Problem]) -> str:
     ranks = {rank for problem in problems for rank in (problem.rank, *problem.alike)}
     text = subject.coords_text(first.rank)
     text += f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-    return f"{text}, gradient of {_names(list(parameters))}" if parameters else f"{text}, stage {first.stage}"
-
-
-def _names(parameters: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in parameters[:_MOST_NAMED])
-    more = len(parameters) - _MOST_NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{text}, gradient of {names_text(list(parameters))}" if parameters else f"{text}, stage {first.stage}"
 
 
 def _count_text(count: Count, problems: Sequence[Problem]) -> str:
     parameters = list(dict.fromkeys(problem.parameter for problem in problems if problem.parameter))
-    where = f" in the update of {_names(parameters)}" if parameters else ""
+    where = f" in the update of {names_text(parameters)}" if parameters else ""
     loss = f"the loss `{count.loss}` of stage {count.stage}"
     if count.declared is None:
         return (
@@ -256,23 +246,7 @@ def _fix_text(count: Count) -> str:
     return f"multiply by {factor}: in the loss, in SCALE_GRAD, or by summing in place of averaging"
 
 
-def _norm_example(changed: str) -> str:
-    return "\n".join(
-        [
-            "from pipeproof.schedule.op_table import build_graph",
-            "from pipeproof.specs.load_plan import plan_from_dict",
-            "from pipeproof.verify.subject import make_subject",
-            "",
-            "model = {'kind': 'gpt', 'num_layers': 2, 'hidden_size': 16, 'num_heads': 4, 'ffn_size': 32}",
-            "model |= {'vocab_size': 32, 'seq_length': 8}",
-            "schedule = {'kind': '1f1b', 'num_micro_batches': 2, 'micro_batch_size': 2}",
-            "plan = {'pipeproof': 1, 'model': model, 'topology': {'pp': 2}, 'schedule': schedule}",
-            "base = make_subject(plan_from_dict(plan | {'run': {'clip_norm': 1.0}}))",
-            f"rows = [{changed} for program in base.graph.rows()]",
-            "subject = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))",
-        ]
-    )
-
+_CLIPPED = "{'pp': 2}, 'run': {'clip_norm': 1.0}"
 
 INCOMPLETE = RuleDoc(
     code="PP611",
@@ -284,8 +258,8 @@ INCOMPLETE = RuleDoc(
         "factors: nothing fails, and the step has another direction. A norm that is taken before the gradients are "
         "complete, or after an optimizer has stepped, is the norm of other values."
     ),
-    wrong=_norm_example("[row for row in program if str(row.op) not in ('0ALL_REDUCE:pp', '1ALL_REDUCE:pp')]"),
-    right=_norm_example("program"),
+    wrong=of_small_plan(_CLIPPED, "rows = [[r for r in own if str(r.op)[1:] != 'ALL_REDUCE:pp'] for own in rows]"),
+    right=of_small_plan(_CLIPPED),
     kind=ExampleKind.PYTHON,
 )
 

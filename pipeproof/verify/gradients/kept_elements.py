@@ -25,7 +25,7 @@ from pipeproof.verify.gradients.covered_ranges import REDUCING, CoveredRanges, S
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.explain_sum import Cause, HeldGradient, Problem
 from pipeproof.verify.gradients.parameter_view import MoveKind
-from pipeproof.verify.subject import Rule, Subject, of_small_plan
+from pipeproof.verify.subject import Rule, Subject, of_ranks, of_small_plan
 
 UNSUMMED, KEPT = "unsummed", "kept"
 """First keys of problems: elements that are updated and not kept of a sum, and the reverse."""
@@ -201,7 +201,9 @@ class KeptElements:
         return Problem(Cause.ELEMENTS, (key, axis), rank, int(graph.stage[op]), fact, fix, name, ops)
 
 
-_MOST_NAMED = 3
+MOST_NAMED = 3
+"""Parameters, ranks and pairs of rows that a finding names; the rest are counted."""
+
 _TOPOLOGY = "{'pp': 2, 'dp': 2}, 'memory': {'shard_optimizer': 'dp'}"
 
 APART = RuleDoc(
@@ -285,33 +287,26 @@ class _Gathers:
         if not len(self._calls):  # a program that lists no collectives gathers with one row what there is
             wholes = self._of_stage(self._wholes, rank, stage)
             late = wholes[wholes > step]
-            if weights and not len(late):
-                yield self._nothing(weights, wholes.tolist(), step)
-            return
-        if weights and not len(calls):
-            yield self._nothing(weights, [], step)
-            return
+            if weights and len(wholes) and not len(late):
+                fact = f"{graph.ops[wholes[0]]} comes before {graph.ops[step]}, which updates what it gathers"
+                yield fact, wholes[:1].tolist()
+            if len(wholes):
+                return
         missing = []
         for index, weight in enumerate(weights):
             selected = calls[graph.index[calls] == index].tolist()
             if not selected:
                 missing.append(weight.name)
                 continue
-            fact = self._fact(weight, selected[-1], step)
-            if fact is not None:
-                yield fact, selected[-1:]
+            wrong = self._fact(weight, selected[-1], step)
+            if wrong is not None:
+                yield wrong, selected[-1:]
         if missing:
-            yield f"{graph.ops[step]} updates a share of {_names(missing)}, and nothing gathers the others", []
+            yield f"{graph.ops[step]} updates a share of {names_text(missing)}, and nothing gathers the others", []
 
     def _of_stage(self, rows: IntColumn, rank: int, stage: int) -> IntColumn:
         selected: IntColumn = rows[(self._graph.rank[rows] == rank) & (self._graph.stage[rows] == stage)]
         return selected
-
-    def _nothing(self, weights: Sequence[Parameter], early: list[int], step: int) -> tuple[str, list[int]]:
-        op = self._graph.ops[step]
-        if early:
-            return f"{self._graph.ops[early[0]]} comes before {op}, which updates what it gathers", early[:1]
-        return f"{op} updates a share of {_names([w.name for w in weights])}, and nothing gathers the others", []
 
     def _fact(self, weight: Parameter, call: int, step: int) -> str | None:
         """Fact about a wrong gather of one weight; None if it is correct."""
@@ -327,21 +322,19 @@ class _Gathers:
         return None if own_numel == share else f"{text} puts in {own_numel} elements of a share of {share}"
 
 
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:_MOST_NAMED])
-    return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"
+def names_text(names: Sequence[str]) -> str:
+    """The first few names of parameters; the rest are counted."""
+    shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMED])
+    return shown if len(names) <= MOST_NAMED else f"{shown} and {len(names) - MOST_NAMED} more"
 
 
 _SUM = "0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 range=0..16}"
 
 
 def _example(*ranks: tuple[str, str]) -> str:
-    rows = [
-        f"rank {rank}: {_SUM} 0STEP{{range={updated}}} 0GATHER_WEIGHT:dp "
-        f"0GATHER_WEIGHT:dp/0.ALL_GATHER:dp{{group=0 range={gathered}}}"
-        for rank, (updated, gathered) in enumerate(ranks)
-    ]
-    return "\n".join(["group dp: 0 1", *rows])
+    gather = "0GATHER_WEIGHT:dp 0GATHER_WEIGHT:dp/0.ALL_GATHER:dp"
+    programs = (f"{_SUM} 0STEP{{range={updated}}} {gather}{{group=0 range={put_in}}}" for updated, put_in in ranks)
+    return of_ranks("dp: 0 1", *programs)
 
 
 OTHERS = RuleDoc(

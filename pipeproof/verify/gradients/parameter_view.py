@@ -75,16 +75,8 @@ class View:
         return [i for i, move in enumerate(self.moves) if move.kind in kinds]
 
 
-@dataclass(slots=True)
-class _Draft:
-    moves: list[Move] = field(default_factory=list)
-    ops: list[IntColumn] = field(default_factory=list)
-    reduced: bool = False
-
-    def add(self, move: Move, ops: IntColumn) -> None:
-        self.moves.append(move)
-        self.ops.append(ops)
-        self.reduced |= move.kind is MoveKind.REDUCE
+_Draft = list[tuple[Move, IntColumn]]
+"""The moves of a view with their op ids, up to some row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +90,14 @@ class Reader:
     def views(self, indices: Sequence[int], parameters: Sequence[int]) -> list[View]:
         """One view for each parameter of the histories of one rank, whose moves are taken together."""
         entries, line, named, addends, segments = self._entries_and_additions(indices)
-        drafts = {p: _Draft() for p in parameters}
+        drafts: dict[int, _Draft] = {p: [] for p in parameters}
         counts: list[IntColumn] = []
         stages: list[int] = []
         for index in range(len(entries) + 1):
             for stage, ops, count in segments.get(index, ()):
                 for p in parameters:
                     if stage in self.model.facts.parameters[p].stages:
-                        drafts[p].add(Move(MoveKind.ADD, len(counts)), ops)
+                        drafts[p].append((Move(MoveKind.ADD, len(counts)), ops))
                 counts.append(count)
                 stages.append(stage)
             if index == len(entries):
@@ -115,14 +107,17 @@ class Reader:
                 stage, count = addends[index]
                 for p in parameters:
                     if stage in self.model.facts.parameters[p].stages:
-                        drafts[p].add(self._own_addition(op, len(counts)), entries[index : index + 1])
+                        drafts[p].append((self._own_addition(op, len(counts)), entries[index : index + 1]))
                 counts.append(count)
                 stages.append(stage)
                 continue
             names = self.histories.names[int(named[index])]
             for p, move in self._moves(op, int(line[index]), names, drafts):
-                drafts[p].add(move, entries[index : index + 1])
-        return [View(tuple(d.moves), tuple(d.ops), tuple(counts), tuple(stages)) for d in drafts.values()]
+                drafts[p].append((move, entries[index : index + 1]))
+        return [
+            View(tuple(move for move, _ in draft), tuple(ops for _, ops in draft), tuple(counts), tuple(stages))
+            for draft in drafts.values()
+        ]
 
     def _entries_and_additions(
         self, indices: Sequence[int]
@@ -194,7 +189,8 @@ class Reader:
             yield from ((p, Move(MoveKind.STEP)) for p in params)
         elif kind == _SCALE:
             for p in params if names else [p for p in params if facts.parameters[p].made_by == "backward"]:
-                sizes = self.model.rank_sizes(int(graph.work_item[op]), reduced=drafts[p].reduced)
+                reduced = any(move.kind is MoveKind.REDUCE for move, _ in drafts[p])
+                sizes = self.model.rank_sizes(int(graph.work_item[op]), reduced=reduced)
                 yield p, Move(MoveKind.SCALE, factor=self._factor(op, sizes))
         elif kind == _REDUCE:
             axis = None if graph.axis[op] == NONE else AXES[int(graph.axis[op])]
@@ -215,7 +211,7 @@ class Reader:
         if kind == _ALL_TO_ALL:
             return False
         parameter = self.model.facts.parameters[p]
-        summed = any(move.kind is MoveKind.REDUCE and move.axis == axis for move in draft.moves)
+        summed = any(move.kind is MoveKind.REDUCE and move.axis == axis for move, _ in draft)
         return summed or (axis not in parameter.sharded_over and not self.model.is_reduced(parameter, axis))
 
     def _owed(self, stage: int, axis: str | None) -> Sequence[int]:

@@ -123,13 +123,8 @@ class Addend:
     factor: Coefficient
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Verdict on a sum: whether it is wrong, what it lacks (``missing_terms``), and tokens with another weight."""
-
-    wrong: bool
-    missing_terms: tuple[str, ...] = ()
-    counts: tuple[Count, ...] = ()
+Verdict = tuple[Sequence[str], Sequence[Count]] | None
+"""Verdict on a sum: None if it is right, else the terms that it lacks, and tokens with another weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +158,7 @@ class UpdateChecker:
         """Verdict on the update of a parameter that ``rank`` makes from ``state``."""
         parameter = held.parameter
         if self.model.facts.guessed and repeated(held.views[rank]):  # the factor is wrong in any case
-            return Verdict(wrong=True)
+            return (), ()
         paths: Sequence[LossPath | None] = parameter.losses or (None,)
         missing_terms: dict[str, None] = {}
         counts: list[Count] = []
@@ -174,7 +169,7 @@ class UpdateChecker:
                 continue
             missing_terms |= dict.fromkeys(self._missing_terms(held, path, rank, parts))
             counts += self._counts(held, path, rank, parts)
-        return Verdict(bool(missing_terms or counts), tuple(missing_terms), tuple(counts))
+        return (tuple(missing_terms), counts) if missing_terms or counts else None
 
     def _parts(
         self, held: HeldGradient, path: LossPath | None, rank: int, state: State

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 
 import numpy as np
 
@@ -120,9 +119,8 @@ def place_of_schedule(subject: Subject) -> Location | None:
     return None if subject.origins else subject.locate("schedule")
 
 
-def capped(subject: Subject, doc: RuleDoc, findings: Iterator[Finding], total: int) -> Iterator[Finding]:
-    """The first findings of ``total``, and one that counts the rest."""
-    yield from islice(findings, MOST_PER_CODE)
+def count_of_rest(subject: Subject, doc: RuleDoc, total: int) -> Iterator[Finding]:
+    """One finding that counts those of ``total`` that are beyond the first ``MOST_PER_CODE``, if there are any."""
     if total > MOST_PER_CODE:
         yield doc.finding(
             f"and {total - MOST_PER_CODE} more that look alike, not checked one by one",
@@ -218,15 +216,10 @@ def _findings(
     texts: UseText, races: Races, doc: RuleDoc, code: str, describe: Callable[[UseText, Pair], tuple[str, str]]
 ) -> Iterator[Finding]:
     pairs = races.pairs.get(code, [])
-    return capped(texts.subject, doc, _all(doc, texts, pairs, describe), len(pairs) + races.unexamined[code])
-
-
-def _all(
-    doc: RuleDoc, texts: UseText, pairs: list[Pair], describe: Callable[[UseText, Pair], tuple[str, str]]
-) -> Iterator[Finding]:
-    for pair in pairs:
+    for pair in pairs[:MOST_PER_CODE]:
         fact, fix = describe(texts, pair)
         yield about(texts.subject, doc, f"{texts.rank(pair[0])}: {fact}", map(texts.op, pair), fix)
+    yield from count_of_rest(texts.subject, doc, len(pairs) + races.unexamined[code])
 
 
 def _describe_sending(texts: UseText, pair: Pair) -> tuple[str, str]:
@@ -268,22 +261,19 @@ def _check_freed(subject: Subject) -> Iterator[Finding]:
     analysis = subject.once(lifetimes)
     texts = UseText(analysis, analysis.uses)
     yield from _findings(texts, analysis.races, FREED_IN_USE, FREED, _describe_freed)
-    places = after_free(analysis.in_order)
-    yield from capped(subject, FREED_IN_USE, _uses_after_free(analysis, places.tolist()), len(places))
-
-
-def _uses_after_free(analysis: Lifetimes, places: list[int]) -> Iterator[Finding]:
     uses = analysis.in_order
+    places = after_free(uses)
     texts = UseText(analysis, uses)
     _, last = uses.last_change
-    for index in places:
+    for index in places[:MOST_PER_CODE].tolist():
         freer = int(last[index])
         again = bool(uses.mode[index] & FREES)
         fact = f"{texts.use(index, (freer, index))}{' again' if again else ''}, which {texts.text(freer)} freed before"
         fix = f"drop one of the two, {texts.text(freer)} and {texts.text(index)}"
         if not again:
             fix = f"move {texts.text(freer)} behind {texts.text(index)}"
-        yield about(analysis.subject, FREED_IN_USE, f"{texts.rank(index)}: {fact}", map(texts.op, (freer, index)), fix)
+        yield about(subject, FREED_IN_USE, f"{texts.rank(index)}: {fact}", map(texts.op, (freer, index)), fix)
+    yield from count_of_rest(subject, FREED_IN_USE, len(places))
 
 
 def _check_across_steps(subject: Subject) -> Iterator[Finding]:
@@ -329,13 +319,8 @@ UNWRITTEN = RuleDoc(
 
 
 def _check_waited(subject: Subject) -> Iterator[Finding]:
-    unwaited = subject.once(lifetimes).unwaited
-    yield from capped(subject, NEVER_WAITED, _unwaited(subject, unwaited.tolist()), len(unwaited))
-
-
-def _unwaited(subject: Subject, ops: list[int]) -> Iterator[Finding]:
-    graph = subject.graph
-    for op_id in ops:
+    graph, unwaited = subject.graph, subject.once(lifetimes).unwaited
+    for op_id in unwaited[:MOST_PER_CODE].tolist():
         op = graph.ops[op_id]
         when = "before its buffer is used again" if op.kind in SEND_KINDS else "before the tensor is used"
         yield about(
@@ -345,18 +330,14 @@ def _unwaited(subject: Subject, ops: list[int]) -> Iterator[Finding]:
             (op_id,),
             f"add WAIT({op}) {when}, at the latest at the end of the step",
         )
+    yield from count_of_rest(subject, NEVER_WAITED, len(unwaited))
 
 
 def _check_unwritten(subject: Subject) -> Iterator[Finding]:
     analysis = subject.once(lifetimes)
-    places = analysis.unwritten
-    yield from capped(subject, UNWRITTEN, _unwritten(analysis, places.tolist()), len(places))
-
-
-def _unwritten(analysis: Lifetimes, places: list[int]) -> Iterator[Finding]:
     uses = analysis.in_order
     texts = UseText(analysis, uses)
-    for index in places:
+    for index in analysis.unwritten[:MOST_PER_CODE].tolist():
         same = np.flatnonzero(uses.buffer == uses.buffer[index])
         writers = same[uses.changes[same]].tolist()
         later = next((p for p in writers if p != index), None)
@@ -367,7 +348,8 @@ def _unwritten(analysis: Lifetimes, places: list[int]) -> Iterator[Finding]:
             fact = f"reads {texts.buffer(index, later)}, but {texts.text(later)} writes it only later"
             fix = f"move {texts.text(index)} behind {texts.text(later)}"
         ops = [texts.op(p) for p in (index, later) if p is not None]
-        yield about(analysis.subject, UNWRITTEN, f"{texts.rank(index)}: {texts.text(index)} {fact}", ops, fix)
+        yield about(subject, UNWRITTEN, f"{texts.rank(index)}: {texts.text(index)} {fact}", ops, fix)
+    yield from count_of_rest(subject, UNWRITTEN, len(analysis.unwritten))
 
 
 RULES: tuple[Rule, ...] = (
