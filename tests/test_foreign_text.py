@@ -107,6 +107,7 @@ FILES = {
     "foreign_text.py": "opens and decodes all foreign files",
     "interop/json_stream.py": "gives its decoder to `decode_json_value`",
     "system_calls.py": "opens regular files only, and what is written",
+    "state/dcp/torch_archive.py": "reads an archive within a file that `open_foreign` opened",
     "exec/rank/job_files.py": "loads arrays from a file that `open_foreign` opened",
     "analysis/align/read_record.py": "loads arrays from a file that `open_foreign` opened",
     "exec/train/torch/dcp_files.py": "reads an archive within a file that `open_foreign` opened",

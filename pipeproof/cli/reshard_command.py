@@ -121,8 +121,8 @@ def reshard(
     """Reshard a checkpoint for another plan, or merge it into one file, after a proof that nothing is lost.
 
     SOURCE is a state of `run --save` (or the newest below a directory), a safetensors file, a directory of them as
-    Hugging Face has it, or a checkpoint of Paddle's; with --check, also a plan. The output appears complete or not at
-    all. --set is for the plan that resumes.
+    Hugging Face has it, or a checkpoint of Paddle's or PyTorch's (DCP); with --check, also a plan. The output appears
+    complete or not at all. --set is for the plan that resumes.
     """
     if target_plan is not None and to_plan is not None:
         raise click.UsageError("give the plan once: as TARGET_PLAN or with --to")
@@ -168,7 +168,7 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
 def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     from pipeproof.diagnostics.units import size_text
     from pipeproof.signals import TerminatedError, terminate_raises
-    from pipeproof.state.open_checkpoint import open_checkpoint
+    from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint, require_crcs
     from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path
     from pipeproof.state.reshard.reshard_codes import require_not_state_file
     from pipeproof.state.reshard.shard_layout import ShardLayout
@@ -188,7 +188,12 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     status, outcome = _prove(options, layout, task.state_map, task.target_layout, findings)
     if status is not ExitStatus.OK or options.out is None:
         return status
-    if not all(map(source.has_sha256, source.files)):
+    if source.others:
+        more = f" and {len(source.others) - 1:,} more" if len(source.others) > 1 else ""
+        echo(f"left out, because they are not tensors of model or optimizer: {source.others[0]}{more}", err=True)
+    with showing_progress("reading checksums"):
+        require_crcs(source)
+    if num_checksummed(source) < len(source.files):
         echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
     started = time.monotonic()
     try:
@@ -199,7 +204,7 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
         sys.exit(128 + error.signum)
     seconds = time.monotonic() - started
     md5 = None
-    if "unified" in (source.kind, options.save_format):
+    if {"dcp", "unified"} & {source.kind, options.save_format}:
         with showing_progress(f"comparing {options.out} with its source"):
             md5 = _require_same_md5(source, task, options.out)
     try:

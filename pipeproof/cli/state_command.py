@@ -36,7 +36,7 @@ def state() -> None:
     """Show, compare, reshard and rename saved states, and compare the trainings that saved them.
 
     A checkpoint is a state of `run --save` (or the newest below a directory), a safetensors file or a directory of
-    them, or one of Paddle's.
+    them, one of Paddle's, or PyTorch's distributed checkpoint (DCP).
     """
 
 
@@ -108,11 +108,15 @@ def _verify(places: Sequence[Path], *, as_json: bool) -> bool:
 
 
 def _print_verified(opened: Checkpoint) -> None:
+    from pipeproof.state.open_checkpoint import num_checksummed
+
     num_files = len(opened.files)
-    bare = num_files - sum(map(opened.has_sha256, opened.files))
+    bare = num_files - num_checksummed(opened)
     if bare:
         subject = "it" if num_files == 1 else f"{bare} of them"
         result = f"has the length of its header; there is no SHA-256 of {subject} to check the content"
+    elif opened.crcs:
+        result = "has the CRC-32 of its content" if num_files == 1 else "has the CRC-32 of each tensor in it"
     else:
         origin = "its provenance file" if opened.kind == "merged" else "the index"
         result = f"has the size, SHA-256 and tensors of {origin}"

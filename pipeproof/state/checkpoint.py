@@ -9,10 +9,11 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -57,7 +58,8 @@ class Checkpoint:
 
     path: Path
     kind: str
-    """``state``, ``merged`` (whole tensors in one file or several), ``flex`` (Paddle's), ``unified`` (PaddleNLP's)."""
+    """``state``, ``merged`` (whole tensors in one file or several), ``flex`` (Paddle's), ``unified`` (PaddleNLP's) or
+    ``dcp`` (PyTorch's)."""
     tensors: Mapping[str, TensorEntry]
     """Whole tensors by name."""
     shards: ShardsByTensor
@@ -65,6 +67,10 @@ class Checkpoint:
     """All files, each with its entry in the index, where there is one."""
     index: StateIndex | None
     """Index of a state; of a merged file the one in its provenance file, if it has the file's tensors."""
+    others: tuple[str, ...] = ()
+    """Names of what is stored next to the tensors of model and optimizer, such as learning rates and RNG states."""
+    crcs: Mapping[HeldShard, int] = field(default_factory=lambda: MappingProxyType({}))
+    """CRC-32 of the content of each shard, where its file has one; -1 where it covers more than the shard."""
 
     def has_sha256(self, file: Path) -> bool:
         """Return True if an index has a SHA-256 to compare the content of a file with."""

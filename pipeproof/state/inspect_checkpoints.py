@@ -248,7 +248,7 @@ def totals_by_kind(checkpoint: Checkpoint) -> list[tuple[str, str, int, int, int
 def summary_lines(checkpoint: Checkpoint) -> list[str]:
     """Return lines on the checkpoint: kind, step, framework, versions and plan."""
     kinds = {"state": "a state", "merged": "whole tensors", "flex": "a checkpoint of Paddle's (flex)"}
-    kinds |= {"unified": "a Unified Checkpoint of PaddleNLP's"}
+    kinds |= {"dcp": "a checkpoint of PyTorch's (DCP)", "unified": "a Unified Checkpoint of PaddleNLP's"}
     index, num_files = checkpoint.index, len(checkpoint.files)
     tensors, files = counted(len(checkpoint.tensors), "tensor"), counted(num_files, "file")
     lines = [f"{checkpoint.path}: {kinds[checkpoint.kind]}, {tensors} in {files}"]
@@ -260,6 +260,9 @@ def summary_lines(checkpoint: Checkpoint) -> list[str]:
             f"{after}, saved with {index.framework} ({versions})",
             f"plan {index.digest[:12]}, {mesh or 'one rank'}",
         ]
+    if checkpoint.others:
+        more = f" and {len(checkpoint.others) - 1:,} more" if len(checkpoint.others) > 1 else ""
+        lines.append(f"not listed: {checkpoint.others[0]}{more}, which are not tensors of model or optimizer")
     return lines
 
 

@@ -41,7 +41,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open a checkpoint of any kind at ``path``.
 
     That is a state or the newest one below ``path``, a safetensors file, a model's directory, or a checkpoint of
-    Paddle's.
+    Paddle's or PyTorch's.
 
     Raises:
         StateError: There is none of these, or it is incomplete, cut short, or contradicts itself.
@@ -66,7 +66,11 @@ def _opened(path: Path) -> Checkpoint:
             return open_indexed(path, OPEN_INDEX)
         if (path / _OPEN_FILE).exists():
             return _merged(path / _OPEN_FILE)
+        from pipeproof.state.dcp.dcp_checkpoint import is_dcp, open_dcp
         from pipeproof.state.flex.flex_metadata import is_flex, open_flex
+
+        if is_dcp(path):
+            return open_dcp(path)
 
         if is_flex(path):
             return open_flex(path)
@@ -188,8 +192,36 @@ def file_findings(path: Path) -> tuple[Finding, ...]:
     except StateError as error:
         return _faults_of_state(path) or error.findings
     tiling_checks: list[_Check] = [partial(require_tiled, checkpoint, name) for name in sorted(checkpoint.tensors)]
+    crc_checks = _crc_checks(checkpoint)
     whole_file_checks = _whole_file_checks(checkpoint.files, checkpoint.tensors)
-    return _faults([*whole_file_checks, *tiling_checks])
+    return _faults([*whole_file_checks, *crc_checks, *tiling_checks])
+
+
+def _crc_checks(checkpoint: Checkpoint) -> list[_Check]:
+    from pipeproof.state.dcp.dcp_checkpoint import require_crc
+
+    tensors = checkpoint.tensors
+    return [partial(require_crc, held, tensors[held.shard.tensor].dtype, crc) for held, crc in checkpoint.crcs.items()]
+
+
+def require_crcs(checkpoint: Checkpoint) -> None:
+    """Check the content of all shards that have a CRC-32 in their files.
+
+    Raises:
+        StateError: One was changed, or cannot be read.
+    """
+    faults = _faults(_crc_checks(checkpoint))
+    if faults:
+        error = StateError(faults[0].message, FIX)
+        error.findings = faults
+        raise error
+
+
+def num_checksummed(checkpoint: Checkpoint) -> int:
+    """Return the number of files that have a SHA-256 or CRCs to compare with."""
+    if checkpoint.crcs:
+        return len(checkpoint.files)
+    return sum(map(checkpoint.has_sha256, checkpoint.files))
 
 
 def _faults_of_state(path: Path) -> tuple[Finding, ...]:

@@ -51,15 +51,12 @@ def find_state(path: Path) -> SavedState:
         states = _states_below(path)
         if not states:
             fix = "name the directory that `--save` named, or one of the states below it"
-            if (path / ".metadata").exists():
+            of_other = {".metadata": ("PyTorch", " --names CONVENTION"), "*.metadata": ("Paddle", "")}
+            tool, names = next((entry for name, entry in of_other.items() if any(path.glob(name))), ("", ""))
+            if tool:
                 fix = (
-                    "this is a distributed checkpoint of PyTorch (DCP): `pipeproof.torch.load_dcp` loads it on any "
-                    "cut, and PyTorch's `dcp_to_torch_save` makes one file of it"
-                )
-            elif any(path.glob("*.metadata")):
-                fix = (
-                    "Paddle's checkpoint does not record its training; a run can start from its weights: "
-                    f"`pipeproof state reshard {path} --to PLAN -o STATE`, then `--resume STATE`"
+                    f"{tool}'s checkpoint does not record its training; a run can start from its weights: "
+                    f"`pipeproof state reshard {path} --to PLAN{names} -o STATE`, then `--resume STATE`"
                 )
             elif path.suffix == ".safetensors" or any(path.glob("model*.safetensors")):
                 fix = (

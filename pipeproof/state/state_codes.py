@@ -85,9 +85,9 @@ DCP_UNUSABLE = RuleDoc(
         "executing anything: one that names more than the classes of DCP is refused. PyTorch itself executes what it "
         "names. Every listed shard must be in its file, with its size, type and shape, before anything is used."
     ),
-    wrong='load_dcp("checkpoint", stages)   # __1_0.distcp was copied in part',
-    right='load_dcp("checkpoint", stages)   # every file that .metadata names is there, and whole',
-    kind=ExampleKind.OUTCOME,
+    wrong="pipeproof state show checkpoint   # __1_0.distcp was copied in part",
+    right="pipeproof state show checkpoint   # every file that .metadata names is there, and whole",
+    kind=ExampleKind.COMMAND,
 )
 DCP_MISMATCH = RuleDoc(
     code="PP937",

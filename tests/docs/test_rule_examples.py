@@ -50,7 +50,7 @@ NOT_RUN = {
     "PP933": ("dumps of a run that hung", "interop/hang/test_hang.py"),
     "PP934": ("dumps of a run that hung", "interop/hang/test_hang.py"),
     "PP935": ("dumps of a run that hung", "interop/hang/test_hang.py"),
-    "PP936": ("a checkpoint of PyTorch's", "state/test_dcp_metadata.py"),
+    "PP936": ("a checkpoint of PyTorch's", "state/dcp/test_read.py"),
     "PP937": ("modules of a training", "train/test_dcp_state.py"),
     "PP940": ("a directory of logs", "interop/record/test_read.py"),
     "PP941": ("logs of a program", "interop/record/test_check_log.py"),

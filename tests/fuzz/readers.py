@@ -204,6 +204,8 @@ def _readers() -> tuple[Reader, ...]:
                lambda path: ["job", "hang", path.parent]),
         Reader("flex", "0.metadata", (pickle.dumps({"state_dict_metadata": {"a": [(1, 2)]}, "x": (1, [2])}, 4),),
                lambda path: ["state", "show", path.parent]),
+        Reader("dcp", ".metadata", (pickle.dumps({"storage_data": {("a", 1): 2}}, 4),),
+               lambda path: ["state", "show", path.parent]),
         Reader("safetensors", "model.safetensors",
                (len(header).to_bytes(8, "little") + header + b"\0" * 4,),
                lambda path: ["state", "show", path]),

@@ -9,14 +9,14 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.train.torch import dcp_files
 from pipeproof.exec.train.torch.dcp_state import load_dcp, save_dcp
-from pipeproof.state.dcp_metadata import RESERVED, read_metadata
-from tests.train.dcp_ranks import digests_of, md5, optimizer_of, stages_of
+from pipeproof.state.checkpoint import md5_of_all, tensor_md5s
+from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
+from tests.train.dcp_ranks import digests_of, optimizer_of, stages_of
 
 pytestmark = pytest.mark.needs_torch
 PATIENCE_S = 400
@@ -80,27 +80,18 @@ def test_rng_states_are_restored_on_the_same_topology_alone(trained):
     }  # fmt: skip
 
 
-def stored(directory):
-    """Digests of the tensors of model and optimizer, as PyTorch's own reader gives them."""
-    tensors = {
-        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-        for name, tensor in read_metadata(directory).tensors.items()
-        if not name.startswith(RESERVED)
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(tensors, checkpoint_id=directory, no_dist=True)
-    return {name: md5(tensor) for name, tensor in tensors.items()}
-
-
-def test_pytorch_reads_the_same_tensors_of_every_topology(trained):
+def test_the_command_line_sees_the_same_tensors(trained):
     directory, said = trained
-    saved = {key: digest for key, digest in merged(said, "at save").items() if not key.startswith("lr ")}
+    of_all = set()
     for name in ("two", "one", "three", "sharded"):
-        assert stored(directory / name) == saved
+        digests = tensor_md5s(open_checkpoint(directory / name))
+        of_all.add(md5_of_all(digests))
+        assert digests == {key: md5 for key, md5 in merged(said, "at save").items() if not key.startswith("lr ")}
+        assert file_findings(directory / name) == ()
+    assert len(of_all) == 1
     assert said[0]["is sharded"] == "DTensor"
-    chunks = read_metadata(directory / "sharded").tensors["layers.0.up.weight"].chunks
-    assert [chunk.file for chunk in chunks] == ["__0_0.distcp", "__1_0.distcp"]
+    held = open_checkpoint(directory / "sharded").shards["layers.0.up.weight"]
+    assert [shard.rank for shard in held] == [0, 1]
 
 
 def test_all_ranks_report_the_error_of_one_and_change_nothing(trained):
@@ -132,7 +123,9 @@ def test_names_that_are_local_to_stages_load_with_the_same_cut_alone(tmp_path):
     stages = sequential()
     with pytest.warns(UserWarning, match="only the same cut can load"):
         save_dcp(tmp_path / "x", stages)
-    assert set(stored(tmp_path / "x")) == {f"stage.{stage}.0.{name}" for stage in (0, 1) for name in ("weight", "bias")}
+    assert set(open_checkpoint(tmp_path / "x").tensors) == {
+        f"stage.{stage}.0.{name}" for stage in (0, 1) for name in ("weight", "bias")
+    }
     other = {number: nn.Sequential(nn.Linear(*size)) for number, size in enumerate([(3, 4), (4, 2)])}
     load_dcp(tmp_path / "x", other)
     assert torch.equal(other[1][0].weight, stages[1][0].weight)
@@ -243,6 +236,8 @@ def test_a_foreign_pickle_is_refused_and_not_executed(tmp_path, saved):
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     code, text = code_of(lambda: load_dcp(saved, stages, optimizer))
     assert (code, "names posix.mkdir, which no metadata of DCP has" in text) == ("PP936", True)
+    import torch.distributed.checkpoint as dcp
+
     dcp.save({"pipeproof": {"info": Evil()}}, checkpoint_id=tmp_path / "evil", no_dist=True)
     code, text = code_of(lambda: load_dcp(tmp_path / "evil", stages))
     assert (code, "pipeproof.info cannot be read" in text) == ("PP936", True)
@@ -268,26 +263,23 @@ def test_damaged_files_are_refused_before_anything_changes(saved):
 def test_changed_elements_are_refused_before_anything_changes(saved):
     stages, optimizer = fresh()
     before = digests_of(stages, optimizer)
-    name = "optimizer.state.norm.weight.exp_avg"
-    (chunk,) = read_metadata(saved).tensors[name].chunks
-    held = {name: torch.empty(chunk.extents)}
-    dcp.load(held, checkpoint_id=saved, no_dist=True)
-    content = bytearray((saved / chunk.file).read_bytes())
-    content[content.index(held[name].numpy().tobytes(), chunk.start)] ^= 1
-    (saved / chunk.file).write_bytes(content)
+    held = open_checkpoint(saved).shards["optimizer.state.norm.weight.exp_avg"][0]
+    content = bytearray(held.file.read_bytes())
+    content[held.start] ^= 1
+    held.file.write_bytes(content)
     code, text = code_of(lambda: load_dcp(saved, stages, optimizer))
-    assert (code, f"{name} cannot be read" in text) == ("PP936", True)
-    assert "another CRC-32" in text
+    assert (code, "optimizer.state.norm.weight.exp_avg have another CRC-32" in text) == ("PP936", True)
     assert digests_of(stages, optimizer) == before
     load_dcp(saved, stages, optimizer, verify=False)  # as PyTorch loads it
 
 
 def test_pytorch_loads_it_and_it_loads_what_pytorch_saved(saved, tmp_path):
     """As in PyTorch's tutorial and in torchtitan: weights at the top, and the flattened state of the optimizer."""
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as sd
 
     options = sd.StateDictOptions(flatten_optimizer_state_dict=True)
-    saved_by, expected = stages_of([[0], [1]], [0, 1]), stored(saved)
+    saved_by, expected = stages_of([[0], [1]], [0, 1]), tensor_md5s(open_checkpoint(saved))
     model = nn.Module()
     model.embed, model.layers = (
         saved_by[0].embed,

@@ -253,7 +253,7 @@ def _shard(name: str, entry: TensorEntry, shard: FlexShard) -> Shard:
 
 def _metadata_files(path: Path) -> list[Path]:
     for directories in ([path], [path / name for name in _TRAINER_DIRECTORIES]):
-        files = sorted(file for directory in directories for file in directory.glob(f"?*{SUFFIX}"))
+        files = sorted(file for directory in directories for file in directory.glob(f"*{SUFFIX}"))
         if len(files) > len({file.parent for file in files}):
             raise FlexError(
                 f"{path} has {len(files)} metadata files, {files[0].name} and {files[1].name} among them",

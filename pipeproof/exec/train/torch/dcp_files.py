@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.stage_boundaries import dtype_name
 from pipeproof.foreign_text import open_foreign
-from pipeproof.state.dcp_metadata import DcpChunk, DcpMetadata, DcpObject, is_dcp, read_metadata, require_files
+from pipeproof.state.dcp.dcp_checkpoint import is_dcp, require_files
+from pipeproof.state.dcp.dcp_metadata import DcpMetadata, DcpObject, read_metadata
 from pipeproof.state.state_codes import DCP_MISMATCH, DcpError, DcpMismatchError
 from pipeproof.system_calls import sync
 
@@ -193,25 +193,6 @@ def open_checked(path: Path) -> DcpMetadata:
     return metadata
 
 
-def require_content(path: Path, metadata: DcpMetadata, share: int, num_shares: int) -> None:
-    """Refuse a checkpoint with an element that has changed; of ``num_shares`` processes, each checks its share.
-
-    Raises:
-        DcpError: An archive is damaged, has another CRC-32, or another tensor than the metadata lists.
-    """
-    chunks = [(name, chunk) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks]
-    chunks.sort(key=lambda pair: (pair[1].file, pair[1].start))
-    begin, end = (len(chunks) * number // num_shares for number in (share, share + 1))
-    with StoredObjects(path, {}) as stored:
-        for name, chunk in chunks[begin:end]:
-            tensor, dtype = stored.read_at(chunk, name), metadata.tensors[name].dtype
-            actual = dtype_name(tensor.dtype), tuple(tensor.shape)
-            if actual != (dtype, chunk.extents):
-                message = f"{path / chunk.file} has {name} as {actual[0]} {list(actual[1])}, and the metadata lists "
-                fix = "two saves went into one directory, or a file was changed: copy the checkpoint again"
-                raise DcpError(f"{message}{dtype} {list(chunk.extents)}", fix)
-
-
 def read_checkpoint(ranks: Ranks, path: Path, tensors: dict[str, Any]) -> None:
     """Fill this rank's ``tensors`` by name, in place; all ranks call it.
 
@@ -229,8 +210,8 @@ def read_checkpoint(ranks: Ranks, path: Path, tensors: dict[str, Any]) -> None:
 class StoredObjects:
     """The objects of a checkpoint that are no tensors. Nothing that they name is executed."""
 
-    def __init__(self, path: Path, table: Mapping[str, DcpObject]) -> None:
-        self.path, self.table = path, table
+    def __init__(self, path: Path, metadata: DcpMetadata) -> None:
+        self.path, self.table = path, metadata.objects
         self._streams = dict[str, Any]()
         self._plain = dict[bytes, Any]()
         """Values by content: thousands of parameters have the same learning rate."""
@@ -248,14 +229,7 @@ class StoredObjects:
         Raises:
             DcpError: It is damaged, or needs a pickle to be executed.
         """
-        return self.read_at(self.table[name], name)
-
-    def read_at(self, stored: DcpObject | DcpChunk, name: str) -> Any:
-        """Return what is stored in the bytes of an object or of a chunk.
-
-        Raises:
-            DcpError: As ``read``.
-        """
+        stored: DcpObject = self.table[name]
         try:
             if stored.file not in self._streams:
                 self._streams[stored.file] = open_foreign(self.path / stored.file)

@@ -37,7 +37,6 @@ from pipeproof.exec.train.torch.dcp_files import (
     is_container,
     open_checked,
     read_checkpoint,
-    require_content,
     require_plain,
     wrapped_container,
     write_checkpoint,
@@ -54,7 +53,8 @@ from pipeproof.exec.train.torch.model_names import (
     ties_of,
 )
 from pipeproof.foreign_text import decode_json
-from pipeproof.state.dcp_metadata import RESERVED, DcpMetadata
+from pipeproof.state.dcp.dcp_checkpoint import RESERVED, require_content
+from pipeproof.state.dcp.dcp_metadata import DcpMetadata
 from pipeproof.state.state_codes import DcpError, DcpMismatchError
 
 # --- States of optimizers by the names of parameters ---
@@ -316,7 +316,7 @@ def load_dcp(
     """
     ranks, path = Ranks(group), Path(directory).absolute()
     metadata = ranks.together(partial(open_checked, path))
-    with StoredObjects(path, metadata.objects) as objects:
+    with StoredObjects(path, metadata) as objects:
         info = ranks.together(partial(_info, objects))
         held = ranks.together(partial(held_tensors, stages))
         mode: Names = "stage" if info.is_local else "model"

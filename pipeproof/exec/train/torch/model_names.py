@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.exec.train.plan_layers import Tie
-from pipeproof.state.dcp_metadata import RESERVED
+from pipeproof.state.dcp.dcp_checkpoint import RESERVED
 from pipeproof.state.state_codes import DcpMismatchError
 
 Names = Literal["auto", "model", "stage"]

@@ -72,7 +72,8 @@ class StaleModel:
         save = (
             "`save_pretrained(pipe, directory)`"
             if hasattr(model, "save_pretrained")
-            else "`save_dcp(directory, pipe.stages)`; PyTorch's `dcp_to_torch_save` then makes one file"
+            else "`save_dcp(directory, pipe.stages)`; `pipeproof state reshard directory -o model.safetensors` then "
+            "makes one file"
         )
         self._message = (
             f"this {type(model).__name__} has old weights: the Pipeline trains stages {sorted(stages)} on this rank, "

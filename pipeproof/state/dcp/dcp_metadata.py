@@ -6,7 +6,7 @@ tables: ``state_dict_metadata`` by name (a ``TensorStorageMetadata`` with type, 
 and the bytes in it (``_StorageInfo``). Of the ranks that hold the same chunk, one has written it.
 
 PyTorch's own ``FileSystemReader.read_metadata`` calls ``pickle.load`` (2.13 too): it executes what the file names. So
-the file is read here, and checked, before PyTorch opens a checkpoint.
+the file is read here, and checked here before PyTorch opens a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.foreign_text import MALFORMED, regular_size
+from pipeproof.foreign_text import MALFORMED
 from pipeproof.state.flex.pickles import (
     ForeignNameError,
     GlobalName,
@@ -29,8 +29,6 @@ from pipeproof.state.flex.pickles import (
 from pipeproof.state.state_codes import DcpError, is_file_name, reading
 
 METADATA_FILE = ".metadata"
-RESERVED = "pipeproof."
-"""Beginning of the names that ``save_dcp`` gives to what belongs to no model: RNG states, positions, its own record."""
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _SIZE = GlobalName("torch", "Size")
@@ -116,11 +114,6 @@ class DcpMetadata:
         for file, end in places:
             ends[file] = max(ends.get(file, 0), end)
         return ends
-
-
-def is_dcp(path: Path) -> bool:
-    """Return True if a directory is a distributed checkpoint of PyTorch."""
-    return (path / METADATA_FILE).exists()
 
 
 def read_metadata(directory: Path) -> DcpMetadata:
@@ -228,30 +221,3 @@ def _text(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is no name")
     return name
-
-
-def require_files(path: Path, metadata: DcpMetadata) -> None:
-    """Refuse a checkpoint with a file that is missing, or shorter than the metadata requires.
-
-    Raises:
-        DcpError: There is one.
-    """
-    firsts = _first_names(metadata)
-    for file, length in sorted(metadata.spans().items()):
-        with reading(path / file, _FIX):
-            try:
-                size = regular_size(path / file)
-            except FileNotFoundError as error:
-                raise DcpError(f"{path / file} is missing; it holds {firsts[file]}", _FIX) from error
-        if size < length:
-            raise DcpError(f"{path / file} is cut short: it has {size} bytes, and {length} in the metadata", _FIX)
-
-
-def _first_names(metadata: DcpMetadata) -> Mapping[str, str]:
-    names = dict[str, str]()
-    for name, tensor in metadata.tensors.items():
-        for chunk in tensor.chunks:
-            names.setdefault(chunk.file, name)
-    for name, stored in metadata.objects.items():
-        names.setdefault(stored.file, name)
-    return names
