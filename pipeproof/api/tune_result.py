@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeproof.analysis.tune.frameworks import model_of_plan
-from pipeproof.analysis.tune.search_layouts import TuneError
+from pipeproof.analysis.tune.present_step import TuneError
 from pipeproof.analysis.tune.search_layouts import tune as find_layouts
 from pipeproof.analysis.tune.tune_result import TuneResult as Tuned
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of

@@ -134,7 +134,7 @@ def _search(source: TuneModel, options: Mapping[str, Any]) -> TuneResult:
     from concurrent.futures import BrokenExecutor
     from dataclasses import replace
 
-    from pipeproof.analysis.tune.search_layouts import TuneError
+    from pipeproof.analysis.tune.present_step import TuneError
     from pipeproof.analysis.tune.search_layouts import tune as find_layouts
 
     try:

@@ -39,12 +39,13 @@ def crosses_nodes(topology: TopologySpec, axis: str, ranks_per_node: int) -> boo
     return size > 1 and topology.num_ranks > ranks_per_node and ranks_per_node % block != 0
 
 
-def groups_of(topology: TopologySpec, axis: str) -> IntColumn:
-    """The global ranks of all groups of ``axis``, shape [groups, members]."""
-    stride = prod(getattr(topology, name) for name in topology.order[: topology.order.index(axis)])
-    size: int = getattr(topology, axis)
-    ranks = np.arange(topology.num_ranks).reshape(-1, size, stride)
-    return ranks.transpose(0, 2, 1).reshape(-1, size)
+def groups_of(topology: TopologySpec, *axes: str) -> IntColumn:
+    """The global ranks of all groups over some axes together, shape [groups, members]."""
+    order = topology.order[::-1]  # the axis that changes fastest is the last
+    members = [dim for dim, axis in enumerate(order) if axis in axes]
+    others = [dim for dim, axis in enumerate(order) if axis not in axes]
+    grid = np.arange(topology.num_ranks).reshape([getattr(topology, axis) for axis in order])
+    return np.ascontiguousarray(grid.transpose(*others, *members).reshape(-1, prod(grid.shape[dim] for dim in members)))
 
 
 OP_KIND = MappingProxyType(

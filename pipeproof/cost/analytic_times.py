@@ -31,7 +31,7 @@ from pipeproof.schedule.kinds import ends_share_ranks
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.cost import AnalyticSpec, CostSpec
 from pipeproof.specs.cost_table import CostTable, ProductCurve
-from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
+from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded, rounded_up
 from pipeproof.specs.memory import Recompute
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
@@ -382,11 +382,7 @@ class AnalyticCosts:
         )
 
     def _moved_us(self, num_bytes: Fraction) -> Fraction:
-        return num_bytes * self._us_of_byte
-
-    @cached_property
-    def _us_of_byte(self) -> Fraction:
-        return 1 / (self.device.memory * 1000 * exact(self.shares.memory))
+        return num_bytes / (self.device.memory * 1000 * exact(self.shares.memory))
 
     def _replays(self, works: Iterable[Work]) -> int:
         """Number of parts of a layer that one replay each starts: a dense block has no router."""
@@ -399,11 +395,6 @@ class AnalyticCosts:
         if self._replayed and work.name.startswith(self._replayed):
             return _ZERO
         return work.launches * self._operation_us + (self._fill_us if work.launches else _ZERO)
-
-    @cached_property
-    def messages(self) -> tuple[Fraction, ...]:
-        """By edge, the microseconds of its slower direction and largest message, not rounded."""
-        return self.links.messages()
 
     @cached_property
     def overlapped(self) -> tuple[Fraction, ...] | None:
@@ -447,12 +438,12 @@ class AnalyticCosts:
         Raises:
             BadPlanAtError: PP106, a time is longer than a plan may have.
         """
-        phases = {phase: _rounded([stage[phase].us for stage in self.stages]) for phase in Phase}
+        phases = {phase: [rounded(stage[phase].us) for stage in self.stages] for phase in Phase}
         forward = [max(time, GRID_US) for time in phases[Phase.FORWARD]]  # what is there takes some time
-        (latency,) = _rounded([max(self.messages, default=_ZERO)])
-        overlapped = None if self.overlapped is None else _rounded(self.overlapped)
+        latency = rounded(max(self.links.messages(), default=_ZERO))
+        overlapped = None if self.overlapped is None else [*map(rounded, self.overlapped)]
         a_step = exact(self.analytic.step_us) * self._plan.topology.pp / len(self.stages)  # a rank has several stages
-        updates = _rounded(update + a_step for update in self.updates)
+        updates = [rounded(update + a_step) for update in self.updates]
         if (
             max([*forward, *phases[Phase.INPUT], *phases[Phase.WEIGHT], *(overlapped or ()), *updates, latency])
             > MAX_TIME_US
@@ -523,7 +514,3 @@ def _host_us(analytic: AnalyticSpec, table: CostTable | None) -> Fraction:
     if eager is None:
         eager = 0 if table is None else table.host_us
     return exact(eager) * (_COMPILED_HOST if analytic.execution == "compiled" else 1)
-
-
-def _rounded(times: Iterable[Fraction]) -> list[Fraction]:
-    return [round(time / GRID_US) * GRID_US for time in times]

@@ -16,7 +16,7 @@ from pipeproof.cost.device_tables import exact
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, GATHER_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec
-from pipeproof.specs.exact_times import GRID_US
+from pipeproof.specs.exact_times import GRID_US, rounded
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.profile_file import (
     NOT_A_PROFILE,
@@ -86,7 +86,7 @@ class ProfileTimes:
         """
         if self.messages is None:
             raise self._missing("message between stages")
-        return _rounded(self.messages.at(num_bytes))
+        return rounded(self.messages.at(num_bytes))
 
     def collective_us(self, kind: OpKind, axis_size: int, num_bytes: int) -> Fraction:
         """Microseconds of a collective from the arrival of its last member, to the nanosecond.
@@ -108,7 +108,7 @@ class ProfileTimes:
             return Fraction(0)  # part of the time of its operation
         if curve is None:
             raise self._missing(f"{name} among {axis_size} ranks")
-        return _rounded(curve.at(num_bytes))
+        return rounded(curve.at(num_bytes))
 
     def resolved(self, plan: PlanSpec) -> CostSpec:
         """The times of the plan's stages as given ones; every message has the time of the largest.
@@ -132,14 +132,14 @@ class ProfileTimes:
         halves: list[tuple[Fraction, Fraction]] = []
         for stage, (first, second) in enumerate(parts):
             if first is not None and second is not None:
-                halves.append((_rounded(first), _rounded(second)))
+                halves.append((rounded(first), rounded(second)))
             else:
-                half = _rounded(self._time(stage, "B") / 2)
+                half = rounded(self._time(stage, "B") / 2)
                 halves.append((half, half))
         return {"backward_input_us": [i for i, _ in halves], "backward_weight_us": [w for _, w in halves]}
 
     def _stages(self, kind: str) -> list[Fraction]:
-        return [_rounded(self._time(stage, kind)) for stage in range(len(self.profile.stages))]
+        return [rounded(self._time(stage, kind)) for stage in range(len(self.profile.stages))]
 
     def _time(self, stage: int, kind: str) -> Fraction:
         time = self._median(stage, kind)
@@ -172,10 +172,6 @@ class ProfileTimes:
 
 def _points(messages: Iterable[SizedSpread]) -> Iterable[tuple[int, Fraction, int]]:
     return ((point.num_bytes, exact(point.median_us), point.count) for point in messages)
-
-
-def _rounded(time: Fraction) -> Fraction:
-    return round(time / GRID_US) * GRID_US
 
 
 _FREE = frozenset({"pp", "order"})

@@ -71,19 +71,6 @@ class PhaseParts(NamedTuple):
         return [*ends[1:-1], max(device_us, ends[-1])]
 
 
-@dataclass(frozen=True)
-class PartShares:
-    """The parts of the stages of a plan whose computations take turns; described at their first use."""
-
-    plan: PlanSpec
-
-    @cached_property
-    def stages(self) -> tuple[Mapping[Phase, PhaseParts], ...]:
-        """By global stage and phase; W has the parts of the backward that defers it."""
-        work = _PartWork(self.plan)
-        return tuple(work.stage(number, names) for number, names in enumerate(stage_layers(self.plan)))
-
-
 class _Step(NamedTuple):
     """One operation in one direction: by phase its work and its microseconds of the host, then its collectives."""
 
@@ -92,29 +79,41 @@ class _Step(NamedTuple):
     calls: tuple[Collective, ...]
 
 
-class _PartWork:
-    """The work of parts: microseconds of the device with ``cost.analytic``, otherwise FLOPs."""
+@dataclass(frozen=True)
+class PartShares:
+    """The parts of the stages of a plan whose computations take turns; described at their first use.
 
-    def __init__(self, plan: PlanSpec) -> None:
-        self._plan = plan
-        self._costs: AnalyticCosts | None = None
-        if plan.cost.analytic is not None:
-            from pipeproof.cost.analytic_times import AnalyticCosts
+    Their work is microseconds of the device with ``cost.analytic``, otherwise FLOPs.
+    """
 
-            self._costs = AnalyticCosts(plan, plan.cost.analytic)
-        self._size = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
-        self._described: dict[str, tuple[list[_Step], list[_Step]]] = {}
+    plan: PlanSpec
 
-    def stage(self, number: int, names: Sequence[str]) -> Mapping[Phase, PhaseParts]:
-        """The parts of a stage with these layers."""
+    @cached_property
+    def stages(self) -> tuple[Mapping[Phase, PhaseParts], ...]:
+        """By global stage and phase; W has the parts of the backward that defers it."""
+        described: dict[str, tuple[list[_Step], list[_Step]]] = {}
+        return tuple(self._stage(number, names, described) for number, names in enumerate(stage_layers(self.plan)))
+
+    @cached_property
+    def _costs(self) -> AnalyticCosts | None:
+        if self.plan.cost.analytic is None:
+            return None
+        from pipeproof.cost.analytic_times import AnalyticCosts
+
+        return AnalyticCosts(self.plan, self.plan.cost.analytic)
+
+    def _stage(
+        self, number: int, names: Sequence[str], described: dict[str, tuple[list[_Step], list[_Step]]]
+    ) -> Mapping[Phase, PhaseParts]:
+        """The parts of a stage with these layers; ``described`` has the steps of layers by kind."""
         forward: list[_Step] = []
         backward: list[_Step] = []
         for name in names:
-            kind = layer_kind(self._plan.model, name)
-            if kind not in self._described:
-                self._described[kind] = self._steps(name)
-            forward += self._described[kind][0]
-            backward = self._described[kind][1] + backward
+            kind = layer_kind(self.plan.model, name)
+            if kind not in described:
+                described[kind] = self._steps(name)
+            forward += described[kind][0]
+            backward = described[kind][1] + backward
         steps = {Phase.FORWARD: forward, Phase.INPUT: backward, Phase.WEIGHT: backward}
         around = dict.fromkeys(Phase, _ZERO)
         if self._costs is not None:
@@ -122,15 +121,16 @@ class _PartWork:
         return {phase: self._parts(phase, steps[phase], around[phase]) for phase in Phase}
 
     def _steps(self, name: str) -> tuple[list[_Step], list[_Step]]:
-        plan, forward, backward = self._plan, list[_Step](), list[_Step]()
+        plan, forward, backward = self.plan, list[_Step](), list[_Step]()
         item_bytes, flash = 1, True
         if self._costs is not None:
             item_bytes, flash = dtype_bytes(self._costs.dtype), self._costs.analytic.attention == "flash"
         is_selective = plan.memory.recompute == "selective" and is_block(name)
         modules = modules_of_block(plan, name) if is_selective else ()
         operations = layer_operations(plan.gpt, name)
-        works = operation_works(plan, name, self._size, item_bytes, flash=flash)
-        collectives = operation_collectives(plan, name, self._size)
+        size = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
+        works = operation_works(plan, name, size, item_bytes, flash=flash)
+        collectives = operation_collectives(plan, name, size)
         for operation, work, (calls, calls_back) in zip(operations, works, collectives, strict=True):
             is_again = is_in_modules(modules, operation.name)
             time, host = dict.fromkeys(Phase, _ZERO), dict.fromkeys(Phase, _ZERO)

@@ -84,23 +84,14 @@ def link_times(plan: PlanSpec) -> LinkTimes | None:
     from pipeproof.cost.network_times import Network
     from pipeproof.cost.transfer_times import NetworkTimes
 
-    gradients = reduced_dtype(plan)
+    gradients = "float64" if run.dtype == "float64" else plan.gradient_dtype
     if cost.analytic is None:
         assert cost.network is not None
         return NetworkTimes(Network.of_spec(cost.network).routed(plan.model.moe), run.dtype, gradients)
-    from pipeproof.cost.analytic_times import table_of
-    from pipeproof.cost.devices import DEVICES
+    from pipeproof.cost.analytic_times import AnalyticCosts
 
-    table = table_of(cost.analytic)
-    curves = () if table is None else table.collectives
-    network = Network.of_device(cost.analytic, DEVICES[cost.analytic.device], cost.network, curves)
-    network = network.routed(plan.model.moe, by_node=cost.analytic.exchange == "by_node")
-    return NetworkTimes(network, cost.analytic.dtype or run.dtype, gradients)
-
-
-def reduced_dtype(plan: PlanSpec) -> str:
-    """The type in which gradients of weights are reduced, except in a measured run."""
-    return "float64" if plan.run.dtype == "float64" else plan.gradient_dtype
+    costs = AnalyticCosts(plan, cost.analytic)
+    return NetworkTimes(costs.links.network, costs.dtype, gradients)
 
 
 def _by_layers(plan: PlanSpec) -> CostSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pipeproof.cost.network_times import Link, Network, Shape
 from pipeproof.schedule.columns import IntColumn
@@ -13,27 +13,6 @@ from pipeproof.schedule.ops import OpKind
 
 if TYPE_CHECKING:
     from pipeproof.cost.measured_profile import ProfileTimes
-
-
-class LinkTimes(Protocol):
-    """Times of messages and collectives in exact microseconds, each with its links to itself.
-
-    A rank of a folded graph represents many: the slowest of all places counts.
-    """
-
-    @property
-    def dtype(self) -> str:
-        """Type of the activations that these times are of."""
-
-    @property
-    def gradient_dtype(self) -> str:
-        """Type in which gradients of weights are reduced."""
-
-    def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
-        """Of a message; ``pairs`` has the global ranks (sender, receiver) of every place, shape [places, 2]."""
-
-    def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
-        """Of a collective, from its last member's coming on; ``groups`` has global ranks, shape [places, members]."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +77,12 @@ class MeasuredLinks:
             BadPlanAtError: PP161, the profile has none.
         """
         return self.profile.collective_us(kind, groups.shape[1], num_bytes)
+
+
+LinkTimes = NetworkTimes | MeasuredLinks
+"""Times of messages and collectives in exact microseconds, each with its links to itself, of activations in ``dtype``.
+
+Gradients of weights are reduced in ``gradient_dtype``. ``pairs`` has the global ranks (sender, receiver) of every
+place, shape [places, 2], ``groups`` the members, shape [places, members]: a rank of a folded graph represents many, of
+which the slowest counts. A collective takes its time from the arrival of its last member on.
+"""

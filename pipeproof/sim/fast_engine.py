@@ -63,7 +63,7 @@ class Tracks:
 
     graph: OpGraph
 
-    @cached_property
+    @property
     def named_queues_only_reduce_or_copy(self) -> bool:
         """True if named queues hold only reductions, gathers, copies and waits, and the host never delays them."""
         graph = self.graph
@@ -72,11 +72,6 @@ class Tracks:
         awaited = graph.waits_for[waits]
         kinds_fit = graph.is_kind(_SIDE_KINDS)[named].all() and not (len(named) and (graph.queue == HOST_QUEUE).any())
         return bool(kinds_fit and not graph.is_kind(TRANSFER_KINDS)[awaited[awaited != NONE]].any())
-
-    @property
-    def have_no_named_queue(self) -> bool:
-        """True if every operation is on a queue that each rank has."""
-        return not (self.graph.queue > HOST_QUEUE).any()
 
     @cached_property
     def number(self) -> IntColumn:
@@ -142,13 +137,8 @@ def run_fast(graph: OpGraph, durations: Durations, model: ChannelModel, *, compi
     return _Run(graph, durations, model).times(compiled=compiled)
 
 
-@dataclass(frozen=True, eq=False)
-class _Edges:
-    """Edges into nodes of one kind, node by node: ``counts[i]`` edges into the i-th node."""
-
-    counts: IntColumn
-    source: IntColumn
-    weight: IntColumn
+_Edges = tuple[IntColumn, IntColumn, IntColumn]
+"""Edges into nodes of one kind: their number by node, and the source and the weight of each, node by node."""
 
 
 class _Run:
@@ -169,14 +159,9 @@ class _Run:
         self._node_before, self._shift_before = self._last_stops()
 
     def times(self, *, compiled: bool | None) -> Times:
-        edges = [self._into_waits(), self._into_meetings(), self._into_messages()]
-        counts = np.concatenate([[0], *(each.counts for each in edges)])
-        value = longest_paths(
-            np.concatenate([[0], np.cumsum(counts)]),
-            np.concatenate([each.source for each in edges]),
-            np.concatenate([each.weight for each in edges]),
-            compiled=compiled,
-        )
+        edges = self._into_waits(), self._into_meetings(), self._into_messages()
+        counts, source, weight = map(np.concatenate, zip(*edges, strict=True))
+        value = longest_paths(np.concatenate([[0, 0], np.cumsum(counts)]), source, weight, compiled=compiled)
         if value is None:
             raise NotTimedError("operations wait for each other")
         starts = value[self._node_before] + self._shift_before + self._work
@@ -196,15 +181,8 @@ class _Run:
         return Times(starts, ends)
 
     @cached_property
-    def _longest_message(self) -> int:
-        by_send = self._durations.message_ticks
-        return self._durations.latency_ticks if by_send is None else max(by_send, default=0)
-
-    def _message_ticks(self, sends: IntColumn) -> IntColumn:
-        return self._ticks_by_send[sends]
-
-    @cached_property
-    def _ticks_by_send(self) -> IntColumn:
+    def _message_ticks(self) -> IntColumn:
+        """Ticks of each message at its send."""
         by_send, latency = self._durations.message_ticks, self._durations.latency_ticks
         return np.full(self._graph.num_ops, latency) if by_send is None else np.array(by_send, dtype=np.int64)
 
@@ -212,9 +190,8 @@ class _Run:
         graph, model = self._graph, self._model
         if model.queue != "directed_edge" or model.completes == "slots" or model.eager_bytes is not None:
             raise NotTimedError(f"the engine has no channel model {model}")
-        is_delayed = model.host_blocks and not self._tracks.have_no_named_queue
         if (
-            is_delayed
+            (model.host_blocks and (graph.queue > HOST_QUEUE).any())
             or not self._tracks.named_queues_only_reduce_or_copy
             or (graph.queue != NONE)[self._is_transfer].any()
         ):
@@ -238,7 +215,7 @@ class _Run:
         if self._rendezvous or self._durations.message_ticks is None:
             return False
         sends = self._messages()
-        ticks, channel = self._message_ticks(sends), self._graph.channel[sends]
+        ticks, channel = self._message_ticks[sends], self._graph.channel[sends]
         return bool(((ticks[1:] < ticks[:-1]) & (channel[1:] == channel[:-1])).any())
 
     def _computes_during_receives(self) -> bool:
@@ -258,7 +235,8 @@ class _Run:
 
     def _durations_on_hosts(self, durations: Durations) -> IntColumn:
         """Ticks for which each operation occupies its host, without idle time."""
-        most = sum(durations.ticks) + self._longest_message * (1 + int(self._is_send.sum()))
+        messages = durations.message_ticks or (durations.latency_ticks,)
+        most = sum(durations.ticks) + max(messages) * (1 + int(self._is_send.sum()))
         if most >= _MOST_TICKS:
             raise NotTimedError("its times exceed 64 bits when they are scaled to a common tick")
         ticks = np.array(durations.ticks, dtype=np.int64)
@@ -336,14 +314,14 @@ class _Run:
             done, since = self._node_of_message(self._awaited), -work
         else:
             done, since = self._arrival(self._graph.match[self._awaited])
-            since = since + self._message_ticks(self._graph.match[self._awaited]) - work
+            since = since + self._message_ticks[self._graph.match[self._awaited]] - work
         other_track = np.flatnonzero(~self._is_transfer[self._awaited])
         if len(other_track):
             done[other_track], since[other_track] = self._end(self._awaited[other_track])
             since[other_track] -= work[other_track]
         source = np.stack([self._node_before[rows], done], axis=1)
         weight = np.stack([self._shift_before[rows], since], axis=1)
-        return _Edges(np.full(len(rows), 2), source.ravel(), weight.ravel())
+        return np.full(len(rows), 2), source.ravel(), weight.ravel()
 
     def _into_meetings(self) -> _Edges:
         node, since = self._arrival(self._calls)
@@ -351,8 +329,7 @@ class _Run:
         meeting = np.concatenate([self._meeting, self._meeting[self._behind_parts]])
         order = np.argsort(meeting, kind="stable")
         counts = np.bincount(meeting - 1 - len(self._waits), minlength=self._num_meetings)
-        source, weight = np.concatenate([node, parts])[order], np.concatenate([since, since_parts])[order]
-        return _Edges(counts, source, weight)
+        return counts, np.concatenate([node, parts])[order], np.concatenate([since, since_parts])[order]
 
     @cached_property
     def _behind_parts(self) -> BoolColumn:
@@ -368,8 +345,8 @@ class _Run:
         before = np.where(self._follows(), self._first_message + np.arange(-1, len(sends) - 1), 0)
         source = np.stack([sent, met, before], axis=1)
         weight = np.stack([sent_after, met_after, np.zeros_like(before)], axis=1)
-        weight += self._message_ticks(sends)[:, None]
-        return _Edges(np.full(len(sends), 3), source.ravel(), weight.ravel())
+        weight += self._message_ticks[sends][:, None]
+        return np.full(len(sends), 3), source.ravel(), weight.ravel()
 
     @property
     def _first_message(self) -> int:
@@ -400,7 +377,7 @@ class _Run:
         receives = np.flatnonzero(self._is_transfer & ~self._is_send)
         receives = receives[np.argsort(graph.channel[receives], kind="stable")]
         sends = graph.match[receives]
-        ends[receives] = np.maximum(starts[receives], starts[sends] + self._message_ticks(sends))
+        ends[receives] = np.maximum(starts[receives], starts[sends] + self._message_ticks[sends])
         self._start_behind(receives, starts, ends)
 
     def _start_behind(self, rows: IntColumn, starts: IntColumn, ends: IntColumn) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.step_end_rows import GRADIENTS_QUEUE, is_reduced
+from pipeproof.cost.analytic_links import groups_of
 from pipeproof.cost.transfer_times import LinkTimes
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.derive import packed
@@ -289,17 +290,7 @@ class _Buckets:
         num_bytes = Fraction(int(self._num_bytes[list(rows)].sum()))
         if kind is OpKind.ALL_GATHER:  # each of more ranks has a smaller share than the graph's
             num_bytes *= Fraction(mesh.size("dp"), prod(mesh.size(axis) for axis in axes))
-        return self._links.collective_us(kind, self._groups(axes), ceil(num_bytes))
-
-    def _groups(self, axes: tuple[str, ...]) -> IntColumn:
-        """Global ranks of all groups over several axes, shape [groups, members]."""
-        mesh = self._lowered.mesh
-        grid = np.arange(mesh.num_ranks).reshape(mesh.sizes[::-1])  # the fastest axis is the last
-        places = {axis: len(mesh.axes) - 1 - dim for dim, axis in enumerate(mesh.axes)}
-        members = [places[axis] for axis in reversed(mesh.axes) if axis in axes]
-        others = [dim for dim in range(len(mesh.axes)) if dim not in members]
-        num_members = prod(mesh.size(axis) for axis in axes)
-        return np.ascontiguousarray(grid.transpose(*others, *members).reshape(-1, num_members))
+        return self._links.collective_us(kind, groups_of(self._lowered.spec.topology, *axes), ceil(num_bytes))
 
     def _hidden_us(self, buckets: Sequence[_Bucket]) -> Fraction:
         """The part of the buckets' times during which the rank computes."""

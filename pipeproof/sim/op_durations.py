@@ -245,23 +245,22 @@ def _pair_us(first: Op, second: Op, cost: CostSpec) -> Fraction:
     forward, backward = (first, second) if first.kind is OpKind.FORWARD else (second, first)
     if backward.kind is OpKind.BACKWARD:
         return cost.overlapped_of(forward.stage, backward.stage)
-    return compute_us(first, cost) + compute_us(second, cost)
+    return work_us(first, cost) + work_us(second, cost)
 
 
 def work_us(op: Op, cost: CostSpec) -> Fraction:
-    """Time of an optimizer's step, or of one F, B, I or W, collectives included."""
-    return cost.optimizer_of(op.stage) if op.kind is OpKind.STEP else compute_us(op, cost)
+    """Time of an optimizer's step, or of one F, B, I or W, collectives included.
 
-
-def compute_us(op: Op, cost: CostSpec) -> Fraction:
-    """Time of one F, B, I or W; I and W take half of B each where only the whole of B is given."""
-    if op.kind is OpKind.FORWARD:
-        return cost.forward_of(op.stage)
-    if op.kind is OpKind.BACKWARD:
-        return cost.backward_of(op.stage)
-    if op.kind is OpKind.BACKWARD_INPUT:
-        return cost.backward_input_of(op.stage)
-    return cost.backward_weight_of(op.stage)
+    I and W take half of B each where only the whole of B is given.
+    """
+    of_stage = {
+        OpKind.FORWARD: cost.forward_of,
+        OpKind.BACKWARD: cost.backward_of,
+        OpKind.BACKWARD_INPUT: cost.backward_input_of,
+        OpKind.BACKWARD_WEIGHT: cost.backward_weight_of,
+        OpKind.STEP: cost.optimizer_of,
+    }
+    return of_stage[op.kind](op.stage)
 
 
 COPIED = (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)

@@ -96,14 +96,10 @@ def simulate(lowered: LoweredPlan, backend: BackendTable | None = None, *, engin
     except NotTimedError as reason:
         by_model = _by_model(lowered, durations, model)  # its error names the operations that never end
         if engine == "fast":
-            raise _not_fast(str(reason)) from reason
+            message = f"the fast engine does not support this plan: {reason}"
+            finding = NOT_FAST.finding(message, help="use the engine `auto` or `simpy`")
+            raise BadPlanAtError(finding, ("cost",)) from reason
         return by_model
-
-
-def _not_fast(reason: str) -> BadPlanAtError:
-    message = f"the fast engine does not support this plan: {reason}"
-    fix = "use the engine `auto` or `simpy`"
-    return BadPlanAtError(NOT_FAST.finding(message, help=fix), ("cost",))
 
 
 def _by_longest_paths(lowered: LoweredPlan, durations: Durations, model: ChannelModel) -> Simulation:
@@ -202,25 +198,18 @@ def simulation_to_json(simulation: Simulation, cost_source: CostSource) -> dict[
         "send_completes": simulation.send_completes,
         "engine": simulation.engine,
         "ranks": [
-            {**_rank_to_json(figures), "memory": _memory_to_json(curve)}
+            {
+                "rank": figures.rank,
+                "coords": dict(figures.coords),
+                **figures_to_json(figures),
+                "memory": {
+                    "peak_bytes": curve.peak,
+                    **number_to_json("peak_at", curve.peak_at_us),
+                    **{f"{part}_bytes": num_bytes for part, num_bytes in curve.make_up.items()},
+                },
+            }
             for figures, curve in zip(simulation.figures, simulation.memory, strict=True)
         ],
-    }
-
-
-def _rank_to_json(figures: RankFigures) -> dict[str, Any]:
-    return {
-        "rank": figures.rank,
-        "coords": dict(figures.coords),
-        **figures_to_json(figures),
-    }
-
-
-def _memory_to_json(curve: MemoryCurve) -> dict[str, Any]:
-    return {
-        "peak_bytes": curve.peak,
-        **number_to_json("peak_at", curve.peak_at_us),
-        **{f"{part}_bytes": num_bytes for part, num_bytes in curve.make_up.items()},
     }
 
 
@@ -249,4 +238,4 @@ class StepTimer:
             starts = [start for start in outcome.starts if start is not None]
             ends = [end for end in outcome.ends if end is not None]
             return Fraction(max(ends) - min(starts), durations.ticks_per_us)
-        return Fraction(int(np.max(times.ends)) - int(np.min(times.starts)), durations.ticks_per_us)
+        return makespan_of_times(times, durations.ticks_per_us)

@@ -147,81 +147,65 @@ def timeline_of(timed: Timed) -> Timeline:
 class RankFigures:
     """Time, bubbles and activations of one rank; times in exact microseconds.
 
-    Bubbles are idle time: ``bubble_makespan_us`` within the makespan of all
-    ranks, ``bubble_span_us`` within the rank's own span. Activations count
+    Bubbles are idle time. ``makespan_us`` is that of all ranks. Activations count
     chunk activations of one micro-batch, freed at the end of B or W
     (``peak_activations``) or already at the end of I (``peak_activations_at_i``).
     """
 
     rank: int
     coords: Mapping[str, int]
+    makespan_us: Fraction
     span_us: Fraction
     busy_us: Fraction
-    bubble_makespan_us: Fraction
-    bubble_span_us: Fraction
-    bubble_makespan_ratio: Fraction
-    bubble_span_ratio: Fraction
     peak_activations: int
     peak_activations_at_i: int
 
+    @property
+    def bubble_makespan_us(self) -> Fraction:
+        """Idle time within the makespan."""
+        return self.makespan_us - self.busy_us
+
+    @property
+    def bubble_span_us(self) -> Fraction:
+        """Idle time within the rank's own span."""
+        return self.span_us - self.busy_us
+
+    @property
+    def bubble_makespan_ratio(self) -> Fraction:
+        """Idle share of the makespan; 0 if that is 0."""
+        return self.bubble_makespan_us / (self.makespan_us or 1)
+
+    @property
+    def bubble_span_ratio(self) -> Fraction:
+        """Idle share of the rank's own span; 0 if that is 0."""
+        return self.bubble_span_us / (self.span_us or 1)
+
 
 def figures_of(timeline: Timeline) -> tuple[RankFigures, ...]:
-    """The figures of every rank of a timeline; a ratio of no time at all is 0."""
+    """The figures of every rank of a timeline."""
     return tuple(
-        rank_figures(
+        RankFigures(
             rank,
             coords,
-            makespan_us=timeline.makespan_us,
-            span_us=timeline.span_us(rank),
-            busy_us=timeline.busy_us(rank),
-            peak_activations=timeline.peak_activations(rank),
-            peak_activations_at_i=timeline.peak_activations_at_i(rank),
+            timeline.makespan_us,
+            timeline.span_us(rank),
+            timeline.busy_us(rank),
+            timeline.peak_activations(rank),
+            timeline.peak_activations_at_i(rank),
         )
         for rank, coords in enumerate(timeline.ranks)
     )
 
 
-def rank_figures(
-    rank: int,
-    coords: Mapping[str, int],
-    *,
-    makespan_us: Fraction,
-    span_us: Fraction,
-    busy_us: Fraction,
-    peak_activations: int,
-    peak_activations_at_i: int,
-) -> RankFigures:
-    """The figures of one rank, with the bubbles that follow; a ratio of no time at all is 0."""
-    return RankFigures(
-        rank=rank,
-        coords=coords,
-        span_us=span_us,
-        busy_us=busy_us,
-        bubble_makespan_us=makespan_us - busy_us,
-        bubble_span_us=span_us - busy_us,
-        bubble_makespan_ratio=_ratio(makespan_us - busy_us, makespan_us),
-        bubble_span_ratio=_ratio(span_us - busy_us, span_us),
-        peak_activations=peak_activations,
-        peak_activations_at_i=peak_activations_at_i,
-    )
-
-
-def _ratio(part: Fraction, whole: Fraction) -> Fraction:
-    return part / whole if whole else Fraction(0)
-
-
 def figures_to_json(figures: RankFigures) -> dict[str, Any]:
     """The times and peaks of a rank, without its name."""
-    return {
-        **number_to_json("span", figures.span_us),
-        **number_to_json("busy", figures.busy_us),
-        **number_to_json("bubble_makespan", figures.bubble_makespan_us),
-        **number_to_json("bubble_span", figures.bubble_span_us),
-        **number_to_json("bubble_makespan_ratio", figures.bubble_makespan_ratio),
-        **number_to_json("bubble_span_ratio", figures.bubble_span_ratio),
-        "peak_activations": figures.peak_activations,
-        "peak_activations_at_i": figures.peak_activations_at_i,
-    }
+    times = ("span_us", "busy_us", "bubble_makespan_us", "bubble_span_us", "bubble_makespan_ratio", "bubble_span_ratio")
+    result: dict[str, Any] = {}
+    for name in times:
+        result |= number_to_json(name.removesuffix("_us"), getattr(figures, name))
+    for name in ("peak_activations", "peak_activations_at_i"):
+        result[name] = getattr(figures, name)
+    return result
 
 
 def number_to_json(name: str, value: Fraction) -> dict[str, int | float | str]:
@@ -256,14 +240,14 @@ def figures_of_times(
         span, busy = _span_and_busy(starts[computes[ops_of_rank]], ends[computes[ops_of_rank]])
         held_from = starts[forward[ops_of_rank]]
         result.append(
-            rank_figures(
+            RankFigures(
                 rank,
                 coords_of_rank,
-                makespan_us=makespan,
-                span_us=Fraction(span, ticks_per_us),
-                busy_us=Fraction(busy, ticks_per_us),
-                peak_activations=_peak(held_from, ends[frees_at_w[ops_of_rank]]),
-                peak_activations_at_i=_peak(held_from, ends[frees_at_i[ops_of_rank]]),
+                makespan,
+                Fraction(span, ticks_per_us),
+                Fraction(busy, ticks_per_us),
+                _peak(held_from, ends[frees_at_w[ops_of_rank]]),
+                _peak(held_from, ends[frees_at_i[ops_of_rank]]),
             )
         )
     return tuple(result)

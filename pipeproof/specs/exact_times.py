@@ -31,6 +31,11 @@ StageTimes = Fraction | tuple[Fraction, ...]
 """One time for every stage, or one per global stage."""
 
 
+def rounded(time: Fraction) -> Fraction:
+    """Return the nearest time on the grid."""
+    return round(time / GRID_US) * GRID_US
+
+
 def rounded_up(time: Fraction) -> Fraction:
     """Return the next time on the grid that is not earlier."""
     return math.ceil(time / GRID_US) * GRID_US

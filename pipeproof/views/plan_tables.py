@@ -113,10 +113,10 @@ def render_costs(costs: AnalyticCosts, console: Console) -> None:
         "" if min(costs.updates) == most else f" on the slowest stage (on the fastest {time_text(min(costs.updates))})"
     )
     console.print(f"the optimizer's step takes {time_text(most)}{few}", highlight=False)
-    if costs.messages:
-        slowest = max(costs.messages)
+    if messages := costs.links.messages():
+        slowest = max(messages)
         where = "between nodes" if costs.links.crosses("pp") else "inside a node"
-        few = "" if min(costs.messages) == slowest else f" (the fastest edge {time_text(min(costs.messages))})"
+        few = "" if min(messages) == slowest else f" (the fastest edge {time_text(min(messages))})"
         console.print(
             f"a message between stages takes {time_text(slowest)}, {where}; schedules count it for every edge{few}",
             highlight=False,

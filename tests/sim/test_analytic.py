@@ -23,7 +23,7 @@ from pipeproof.cost.plan_times import resolved_cost, with_times
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.ops import Op, OpKind, parse_op
-from pipeproof.sim.op_durations import compute_us
+from pipeproof.sim.op_durations import work_us
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.cost import AnalyticSpec
 from pipeproof.specs.exact_times import GRID_US
@@ -284,19 +284,19 @@ def test_messages_by_hand(topology, transport, time):
         float8=None, link=1048.576, peer=1048.576, source="",
     )  # fmt: skip
     of.links = Links(of.links.plan, Network.of_device(of.analytic, fast))
-    assert of.messages == (time,)
+    assert of.links.messages() == (time,)
 
 
 def test_between_nodes_messages_use_the_network():
     inside, across = (costs(plan({"ranks_per_node": n}, topology={"pp": 4})) for n in (4, 2))
-    assert all(slow > fast for slow, fast in zip(across.messages, inside.messages, strict=True))
+    assert all(slow > fast for slow, fast in zip(across.links.messages(), inside.links.messages(), strict=True))
     num_bytes = 2 * 4096 * 4096 * 2
-    assert across.messages[0] == 20 + 5 + Fraction(num_bytes, 50 * 1000) / Fraction(3, 4)
+    assert across.links.messages()[0] == 20 + 5 + Fraction(num_bytes, 50 * 1000) / Fraction(3, 4)
 
 
 def test_a_pair_of_mi300x_has_one_link_and_a_ring_all_of_them():
     of = costs(plan({"device": "mi300x"}, topology={"pp": 2}))
-    assert of.messages[0] == 21 + Fraction(2 * 4096 * 4096 * 2, 64 * 1000) / Fraction(3, 4)
+    assert of.links.messages()[0] == 21 + Fraction(2 * 4096 * 4096 * 2, 64 * 1000) / Fraction(3, 4)
 
 
 def test_declared_boundaries_count_with_their_own_types_and_layouts():
@@ -306,7 +306,7 @@ def test_declared_boundaries_count_with_their_own_types_and_layouts():
     ]
     of = costs(plan(topology={"pp": 2, "tp": 2}, boundaries=entries))
     bandwidth = 450 * 1000 * Fraction(3, 4)
-    assert of.messages == (42 + (4096 * 2 * 4096 // 2 * 2 + 4096 * 2 * 8) / bandwidth,)
+    assert of.links.messages() == (42 + (4096 * 2 * 4096 // 2 * 2 + 4096 * 2 * 8) / bandwidth,)
 
 
 # Times of a plan
@@ -322,7 +322,7 @@ def test_times_are_on_the_grid_and_near_what_they_stand_for():
             assert (time / GRID_US).denominator == 1
             assert abs(time - phases[phase].us) <= GRID_US / 2
         assert cost.backward_of(stage) == parts[1] + parts[2]
-    assert abs(cost.p2p_latency_us - max(of.messages)) <= GRID_US / 2
+    assert abs(cost.p2p_latency_us - max(of.links.messages())) <= GRID_US / 2
     assert resolved_cost(spec) == cost
 
 
@@ -355,7 +355,7 @@ def test_simulator_and_schedules_take_the_computed_times(kind):
             durations.setdefault((op_kind, parse_op(span.op).stage), set()).add(span.end - span.start)
     share = spec.schedule.num_sequence_splits
     for (op_kind, stage), times in durations.items():  # collectives, which are shown inside, included
-        assert times == {compute_us(Op(op_kind, stage), resolved_cost(spec)) / share}
+        assert times == {work_us(Op(op_kind, stage), resolved_cost(spec)) / share}
     assert computed.makespan > 4 * sum(stage_costs(spec).forward)
     assert stage_costs(spec) == stage_costs(given_times)
 

@@ -15,7 +15,7 @@ from pipeproof.cost.devices import DEVICES
 from pipeproof.cost.network_times import Network, Shape
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.schedule.ops import Op, OpKind, parse_op
-from pipeproof.sim.op_durations import compute_us, durations_of
+from pipeproof.sim.op_durations import durations_of, work_us
 from pipeproof.specs.cost import AnalyticSpec, CostSpec
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model import MoeSpec
@@ -358,7 +358,7 @@ def test_ticks_are_the_times_scaled_by_one_integer(make_plan, tf, tb, c):
 
 def test_a_list_is_by_stage():
     cost = CostSpec(forward_us=(Fraction(1), Fraction(2)), backward_us=(Fraction(3), Fraction(4)))
-    assert [compute_us(parse_op(text), cost) for text in ("0F0", "1F5", "0B0", "1B1")] == [1, 2, 3, 4]
+    assert [work_us(parse_op(text), cost) for text in ("0F0", "1F5", "0B0", "1B1")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -371,5 +371,5 @@ def test_a_list_is_by_stage():
 )
 def test_parts_of_a_backward_are_those_given_or_its_halves(cost, parts):
     kinds = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
-    assert tuple(compute_us(Op(kind, 1, 0), cost) for kind in kinds) == parts
-    assert compute_us(Op(OpKind.BACKWARD, 1, 0), cost) == sum(parts)
+    assert tuple(work_us(Op(kind, 1, 0), cost) for kind in kinds) == parts
+    assert work_us(Op(OpKind.BACKWARD, 1, 0), cost) == sum(parts)

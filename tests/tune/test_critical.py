@@ -49,7 +49,7 @@ def test_the_parts_of_the_path_are_the_makespan(made):
     assert sum(path.compute.values()) + sum(path.messages.values()) == timed.makespan == path.makespan
     assert not path.held_up
     assert path.warm_up + path.steady + path.cool_down == path.makespan
-    assert path.compute[path.rank] + path.elsewhere + path.waiting == path.makespan
+    assert sum(path.compute.values()) + path.waiting == path.makespan
     assert path.steady >= path.compute[path.rank] == max(path.compute.values())
     assert bool(path.messages) == (path.edge is not None)
 

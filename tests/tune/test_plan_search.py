@@ -8,9 +8,9 @@ import yaml
 
 from pipeproof.analysis.sweep.evaluate_point import Status
 from pipeproof.analysis.tune import search_layouts
-from pipeproof.analysis.tune.present_step import Cause, idle_parts
-from pipeproof.analysis.tune.search_layouts import MAX_REFUSED, TuneError, tune
-from pipeproof.analysis.tune.tune_text import change_between
+from pipeproof.analysis.tune.present_step import Cause, TuneError, idle_parts, largest_part
+from pipeproof.analysis.tune.search_layouts import MAX_REFUSED, tune
+from pipeproof.analysis.tune.tune_text import change_lines
 from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.programs import asap
@@ -39,8 +39,8 @@ def test_1f1b_may_become_zb_h1_by_its_closed_form():
     assert result.present.step_us == 33
     assert steps(result) == {("zb_h1", 1): 27}
     assert result.rows[0].why == "bubble -6 us"
-    change = change_between(result.present.spec.model_dump(mode="json", exclude_unset=True), result.rows[0].plan)
-    assert change.lines() == ["schedule:", "  kind: zb_h1"]
+    changes = change_lines(result.present.spec.model_dump(mode="json", exclude_unset=True), result.rows[0].plan)
+    assert changes == ["schedule:", "  kind: zb_h1"]
 
 
 def test_the_memory_limit_of_the_plan_is_kept():
@@ -69,7 +69,7 @@ def test_a_plan_over_its_limit_is_told_what_fits_though_it_is_slower():
 
 def test_the_slow_stages_rank_is_named():
     present = tuned(four_ranks(cost={"forward_us": [1, 1, 4, 1]}), "1f1b").present
-    assert idle_parts(present.figures, present.path).largest is Cause.OVERLOAD
+    assert largest_part(idle_parts(present.figures, present.path)) is Cause.OVERLOAD
     assert present.why == "Rank 2 is critical: it computes for 48 us, 18 us more than the ranks do on average."
 
 
@@ -84,7 +84,7 @@ def test_where_messages_rule_an_edge_is_named_and_eager_1f1b_saves_them():
     """1F1B waits for 2c[(p - 1) + floor((m - 1)(p - 1) / p)], and eager 1F1B, where 2c <= f + b, for 2c(p - 1)."""
     result = tuned(four_ranks(cost={"p2p_latency_us": "3/2"}), "gpipe", "1f1b", "eager_1f1b")
     present = result.present
-    assert idle_parts(present.figures, present.path).largest is Cause.MESSAGES
+    assert largest_part(idle_parts(present.figures, present.path)) is Cause.MESSAGES
     assert present.step_us == 33 + 3 * (3 + 5)
     assert present.why == (
         "Messages are critical: the critical path waits 24 us for them, longest on the edge from rank 1 to rank 2 "
@@ -128,14 +128,16 @@ def test_the_change_makes_the_row_of_the_plan(name):
     result = searched(name)
     for row in result.rows:
         changed = {section: dict(v) if isinstance(v, dict) else v for section, v in PLANS[name].items()}
-        change = change_between(result.present.spec.model_dump(mode="json", exclude_unset=True), row.plan)
-        for key in change.remove:
-            section, _, name_ = key.partition(".")
+        changes = change_lines(result.present.spec.model_dump(mode="json", exclude_unset=True), row.plan)
+        for line in changes:
+            if not line.startswith("# remove "):
+                continue
+            section, _, name_ = line.removeprefix("# remove ").partition(".")
             if name_:
                 del changed[section][name_]
             else:
                 del changed[section]
-        for section, values in yaml.safe_load("\n".join(change.lines())).items():
+        for section, values in yaml.safe_load("\n".join(changes)).items():
             changed.setdefault(section, {}).update(values)
         assert loaded(changed).spec == plan_from_dict(row.plan).spec
 

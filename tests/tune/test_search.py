@@ -16,7 +16,8 @@ from pipeproof.analysis.tune.frameworks import FRAMEWORKS
 from pipeproof.analysis.tune.layout_bounds import Bounds, even_stages
 from pipeproof.analysis.tune.layout_plans import balanced_cut, base_data, near_even_cut, plan_data
 from pipeproof.analysis.tune.layouts import Layout, SearchSpace, near_even_blocks
-from pipeproof.analysis.tune.search_layouts import TuneError, tune
+from pipeproof.analysis.tune.present_step import TuneError
+from pipeproof.analysis.tune.search_layouts import tune
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.sim.memory_curve import GIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 
 import numpy as np
 
@@ -109,13 +110,13 @@ class Surroundings:
             if len(seen) == limit:
                 return
 
-    def addends(self, weight: Recorded) -> list[tuple[Array, Array]]:
-        """By micro-batch what the module of a weight read and the gradient of what it made, as matrices of tokens.
+    def parts(self, weight: Recorded, *, sizes: bool = False) -> list[Array]:
+        """By micro-batch the addend of a linear layer's weight or bias in float64; ``sizes``: of absolute values.
 
-        Empty where a record does not have them all.
+        Empty where a record does not have what its module read and the gradients of what it made.
         """
-        pairs = []
-        for micro_batch in range(10**6):
+        parts = []
+        for micro_batch in count():
             read = Recorded(weight.step, weight.layer, (), "", "", 0.0, (), "forward", "input", micro_batch)
             taken = replace(read, direction="backward")
             if read.key not in self._by_key or taken.key not in self._by_key:
@@ -123,14 +124,11 @@ class Surroundings:
             values = [self._by_key[key][1].values() for key in (read.key, taken.key)]
             if values[0] is None or values[1] is None:
                 return []
-            pairs.append(tuple(v.whole.reshape(-1, v.whole.shape[-1]) for v in values if v is not None))
-        return [(x, g) for x, g in pairs if x.shape[0] == g.shape[0]]
-
-    def parts(self, weight: Recorded, *, sizes: bool = False) -> list[Array]:
-        """By micro-batch the addend of a linear layer's weight or bias in float64; ``sizes``: of absolute values."""
-        parts = []
-        for x, g in self.addends(weight):
-            wide, gradient = x.astype(np.float64), g.astype(np.float64)
+            wide, gradient = (
+                v.whole.reshape(-1, v.whole.shape[-1]).astype(np.float64) for v in values if v is not None
+            )
+            if len(wide) != len(gradient):
+                continue
             if sizes:
                 wide, gradient = np.abs(wide), np.abs(gradient)
             if len(weight.shape) == 1:

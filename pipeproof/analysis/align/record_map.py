@@ -163,7 +163,8 @@ class RecordMap:
             pair = None if partner is None else self._fitted(side, _of_record(self._b, partner))
             call = _call(side.recorded)
             is_one_call = not self._weights.statements and calls[0][call] == calls[1][call]  # else one may have a mask
-            if pair is None or (side.recorded.piece and not (is_one_call and _is_one_form(*pair))):
+            forms = [(each.recorded.shape, each.recorded.dtype) for each in pair or ()]
+            if pair is None or (side.recorded.piece and not (is_one_call and forms[0] == forms[1])):
                 lonely.append(side.recorded)
             else:
                 pairs.append(pair)
@@ -247,12 +248,9 @@ class RecordMap:
             self._maps[key] = program_map(Program(tuple(statements)), metas, None).tensors if statements else {}
         made = self._maps[key]
         if not made:
-            yield from ((tensor, self._unchanged(tensor)) for tensor in named.values())
+            yield from ((t, self._scaled(_of_record(self._a, t), t.parameter or t.layer)) for t in named.values())
         for name, tensor_map in made.items():
             yield self._made(name, tensor_map, named)
-
-    def _unchanged(self, tensor: Recorded) -> Side:
-        return self._scaled(_of_record(self._a, tensor), tensor.parameter or tensor.layer)
 
     def _first_of_each(self, program: Program) -> Program:
         """Statements for what modules read: one that is split or merged reads the same tensor as each of its parts."""
@@ -345,10 +343,6 @@ def _renamed(tensor: Recorded, name: str) -> Recorded:
 
 def _of_record(record: Record, tensor: Recorded) -> Side:
     return Side(tensor, lambda: record.values(tensor))
-
-
-def _is_one_form(a: Side, b: Side) -> bool:
-    return (a.recorded.shape, a.recorded.dtype) == (b.recorded.shape, b.recorded.dtype)
 
 
 def _changed(side: Side, recorded: Recorded, change: Callable[[Array], Array], how: str) -> Side:

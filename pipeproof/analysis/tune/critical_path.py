@@ -10,18 +10,16 @@ the parts add up to the makespan exactly.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeVar
 
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Time, Timed, input_of
 
 Edge = tuple[int, int]
 """The pipeline ranks that a message goes from and to."""
-
-_Counted = TypeVar("_Counted", int, Edge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +49,6 @@ class CriticalPath:
     def waiting(self) -> Time:
         """All messages of the path, and what else holds a rank up."""
         return sum(self.messages.values(), 0) + sum(self.held_up.values(), 0)
-
-    @property
-    def elsewhere(self) -> Time:
-        """Time of the path in computations of ranks other than ``rank``."""
-        return sum((time for rank, time in self.compute.items() if rank != self.rank), 0)
 
     @property
     def edge(self) -> Edge | None:
@@ -111,9 +104,9 @@ class _Walk:
             for position, op in enumerate(program)
             if op.kind is not OpKind.BACKWARD_WEIGHT
         }
-        self.compute: dict[int, Time] = {}
-        self.messages: dict[Edge, Time] = {}
-        self.held_up: dict[int, Time] = {}
+        self.compute: dict[int, Time] = defaultdict(int)
+        self.messages: dict[Edge, Time] = defaultdict(int)
+        self.held_up: dict[int, Time] = defaultdict(int)
         self.within: dict[int, tuple[Time, Time]] = {}
         """The first start and the last end of each rank on the path."""
 
@@ -133,23 +126,19 @@ class _Walk:
             first -= 1
         while last + 1 < len(ends) and (starts[last + 1], ends[last + 1]) == (start, end):
             last += 1
-        _add(self.compute, rank, end - start)
+        self.compute[rank] += end - start
         self.within[rank] = start, max(end, self.within.get(rank, (0, end))[1])
         free_at = ends[first - 1] if first else 0
         if free_at < start:
             for source, position in self._sources(rank, first, last):
                 if self._timed.ends[source][position] + self._latency == start:
                     if self._latency:
-                        _add(self.messages, (source, rank), self._latency)
+                        self.messages[source, rank] += self._latency
                     return source, position
-            _add(self.held_up, rank, start - free_at)
+            self.held_up[rank] += start - free_at
         return (rank, first - 1) if first else None
 
     def _sources(self, rank: int, first: int, last: int) -> list[tuple[int, int]]:
         """Sources of the tensors that these computations receive from other ranks: rank and position."""
         needed = (input_of(op, self._num_stages) for op in self._timed.programs[rank][first : last + 1])
         return [made for key in needed if key is not None and (made := self._made[key])[0] != rank]
-
-
-def _add(times: dict[_Counted, Time], key: _Counted, time: Time) -> None:
-    times[key] = times.get(key, 0) + time

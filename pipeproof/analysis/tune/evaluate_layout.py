@@ -19,7 +19,7 @@ from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
 from pipeproof.cost.devices import model_flops_utilization, peak_tflops
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.sim.simulate import Simulation, simulate
-from pipeproof.specs.exact_times import GRID_US
+from pipeproof.specs.exact_times import GRID_US, rounded
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.op_work import Phase
@@ -108,7 +108,7 @@ def _without_communication(spec: PlanSpec, lowered: LoweredPlan) -> LoweredPlan:
     stages = [
         {phase: replace(time, links_us=Fraction(0)).us for phase, time in stage.items()} for stage in _stages(spec)
     ]
-    forward, backward_input, weight = ([_rounded(stage[phase]) for stage in stages] for phase in Phase)
+    forward, backward_input, weight = ([rounded(stage[phase]) for stage in stages] for phase in Phase)
     update: dict[str, object] = {
         "forward_us": tuple(max(time, GRID_US) for time in forward),
         "backward_input_us": tuple(backward_input),
@@ -138,7 +138,3 @@ def _stages(spec: PlanSpec) -> tuple[Mapping[Phase, PhaseTime], ...]:
     """The time of each phase of each stage for a micro-batch."""
     assert spec.cost.analytic is not None, "only computed times have phases"
     return AnalyticCosts(spec, spec.cost.analytic).stages
-
-
-def _rounded(time: Fraction) -> Fraction:
-    return round(time / GRID_US) * GRID_US

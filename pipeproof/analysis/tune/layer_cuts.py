@@ -188,12 +188,6 @@ class _Search:
         self._first = [min(stages) for stages in self.stages_of_ranks]
         self._most_cuts = max(_LEAST_CUTS, MOST_OPERATIONS // sum(map(len, self.schedule.programs)))
 
-    def climb(self) -> None:
-        """Find a cut from which no move of one layer leads to a shorter step."""
-        start = self._even()
-        self._consider(start)
-        self._climb(start)
-
     def compare_all(self) -> None:
         """Find the fastest of all cuts."""
         self.is_exhaustive = True
@@ -308,11 +302,13 @@ class _Search:
             at = end
         return tuple(sizes)
 
-    def _climb(self, sizes: tuple[int, ...]) -> None:
-        """Move one layer at a time from a stage to another as long as the step gets shorter."""
+    def climb(self) -> None:
+        """Find a cut from which no move of one layer leads to a shorter step."""
+        even = self._even()
+        self._consider(even)
         while True:
             before = self.best
-            start = sizes if before is None else before.sizes
+            start = even if before is None else before.sizes
             for source in range(self.num_stages):
                 for target in range(self.num_stages):
                     if len(self._timed) >= self._most_cuts:

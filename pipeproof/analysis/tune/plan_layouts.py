@@ -69,7 +69,7 @@ class PlanLayouts:
 
     Raises:
         BadPlanError: the plan itself cannot be lowered, or its ``cost.p2p`` is not simulated.
-        NoTrainingError: the plan has no backwards.
+        TuneError: the plan has no backwards.
     """
 
     def __init__(self, loaded: LoadedPlan, framework: Framework, fix: Mapping[str, Sequence[Any]]) -> None:

@@ -27,8 +27,8 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.check_plan import check
 
 
-class NoTrainingError(ValueError):
-    """A plan that only runs forwards: a faster plan with backwards would not do the same."""
+class TuneError(ValueError):
+    """Wrong options of a search, or a plan that only runs forwards; the message has the remedy."""
 
 
 class Cause(StrEnum):
@@ -37,22 +37,6 @@ class Cause(StrEnum):
     OVERLOAD = "overload"
     MESSAGES = "messages"
     FILL = "fill"
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """The parts of an average rank's idle time, in microseconds."""
-
-    overload: Fraction
-    messages: Fraction
-    fill: Fraction
-
-    @property
-    def largest(self) -> Cause | None:
-        """The largest part; None where no rank is ever idle."""
-        parts = {Cause.OVERLOAD: self.overload, Cause.MESSAGES: self.messages, Cause.FILL: self.fill}
-        cause = max(parts, key=lambda part: parts[part])
-        return cause if parts[cause] else None
 
 
 @dataclass(frozen=True)
@@ -95,17 +79,15 @@ class PresentStep:
         if self.figures is None or self.path is None:
             return None
         path, idle = self.path, idle_parts(self.figures, self.path)
-        return {
-            "cause": idle.largest,
+        phases = {"warm_up": path.warm_up, "steady": path.steady, "cool_down": path.cool_down}
+        result: dict[str, Any] = {
+            "cause": largest_part(idle),
             "rank": path.rank,
             "edge": None if path.edge is None else list(path.edge),
-            **number_to_json("overload", idle.overload),
-            **number_to_json("messages", idle.messages),
-            **number_to_json("fill", idle.fill),
-            **number_to_json("warm_up", Fraction(path.warm_up)),
-            **number_to_json("steady", Fraction(path.steady)),
-            **number_to_json("cool_down", Fraction(path.cool_down)),
         }
+        for name, time in (*idle.items(), *phases.items()):
+            result |= number_to_json(str(name), Fraction(time))
+        return result
 
 
 def present_step(loaded: LoadedPlan) -> PresentStep:
@@ -113,12 +95,12 @@ def present_step(loaded: LoadedPlan) -> PresentStep:
 
     Raises:
         BadPlanError: it cannot be lowered, or its ``cost.p2p`` is not simulated.
-        NoTrainingError: it has no backwards.
+        TuneError: it has no backwards: a faster plan with backwards would not do the same.
     """
     report = check(loaded)
     lowered = report.subject.plan
     if not any(op.kind is not OpKind.FORWARD for program in lowered.programs for op in program):
-        raise NoTrainingError("the plan's schedule has no backward, and tune compares training steps")
+        raise TuneError("the plan's schedule has no backward, and tune compares training steps")
     errors = tuple(dict.fromkeys(error.code for error in report.errors))
     try:
         asap_clock(lowered.schedule, lowered.spec)
@@ -131,27 +113,34 @@ def present_step(loaded: LoadedPlan) -> PresentStep:
     )  # fmt: skip
 
 
-def idle_parts(figures: Figures, path: CriticalPath) -> Idle:
-    """Parts of the idle time; they add up to it.
+def idle_parts(figures: Figures, path: CriticalPath) -> dict[Cause, Fraction]:
+    """Parts of an average rank's idle time, in microseconds; they add up to it.
 
     Messages that the busiest rank works through cost nothing, so no more of
     them counts than lengthens the step beyond its work.
     """
     overload = figures.most_work_us - figures.work_us
     messages = min(Fraction(path.waiting), figures.makespan_us - figures.most_work_us)
-    return Idle(overload, messages, figures.idle_us - overload - messages)
+    fill = figures.idle_us - overload - messages
+    return {Cause.OVERLOAD: overload, Cause.MESSAGES: messages, Cause.FILL: fill}
+
+
+def largest_part(idle: Mapping[Cause, Fraction]) -> Cause | None:
+    """The largest part of the idle time; None where no rank is ever idle."""
+    cause = max(idle, key=idle.__getitem__)
+    return cause if idle[cause] else None
 
 
 def why_idle(figures: Figures, path: CriticalPath) -> str:
     """The critical rank or edge, in a sentence."""
     idle = idle_parts(figures, path)
-    match idle.largest:
+    match largest_part(idle):
         case None:
             return "No rank is ever idle."
         case Cause.OVERLOAD:
             return (
                 f"Rank {figures.busiest} is critical: it computes for {time_text(figures.most_work_us)}, "
-                f"{time_text(idle.overload)} more than the ranks do on average."
+                f"{time_text(idle[Cause.OVERLOAD])} more than the ranks do on average."
             )
         case Cause.MESSAGES:
             text = f"Messages are critical: the critical path waits {time_text(Fraction(path.waiting))} for them"

@@ -11,10 +11,11 @@ sizes, on a plan's own ranks (``PlanLayouts``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from math import ceil, inf
 from os import cpu_count
 from typing import Any
@@ -30,7 +31,7 @@ from pipeproof.analysis.tune.layer_layouts import LayerLayouts
 from pipeproof.analysis.tune.layouts import FIXABLE, Bound, Layout
 from pipeproof.analysis.tune.plan_layouts import FIXABLE as FIXABLE_OF_PLAN
 from pipeproof.analysis.tune.plan_layouts import PlanLayouts
-from pipeproof.analysis.tune.present_step import NoTrainingError
+from pipeproof.analysis.tune.present_step import TuneError
 from pipeproof.analysis.tune.tune_reasons import complexity, difference_error, differences_text, winner_text
 from pipeproof.analysis.tune.tune_result import TuneCounts, TuneResult, TuneRow
 from pipeproof.comm.lower import blaming_plan
@@ -60,10 +61,6 @@ MAX_REFUSED = 20
 
 Progress = Callable[[str, int, int], None]
 """Callback for progress: the current task, the number done and the total."""
-
-
-class TuneError(ValueError):
-    """Wrong options of a search; the message has the remedy."""
 
 
 def tune(
@@ -119,11 +116,16 @@ def tune(
         for name, value in options.items():
             if value not in (None, "any"):
                 raise TuneError(f"leave out `{name}`: the plan has the times of its layers, and its own batch")
-        choices = _of_layers(plan, fix, gpus, memory_gib)
+        limit = None if memory_gib is None else int(memory_gib * GIB)
+        with blaming_plan(plan):
+            choices = LayerLayouts(plan, every_schedule(), fix, gpus, limit)
     elif gpus is None:
         if global_batch is not None or device is not None:
             raise TuneError("`device` and `global_batch` go with `gpus`: without it, times and batch are the plan's")
-        choices = _of_plan(plan, framework, fix)
+        _require_known("framework", [framework or "any"], (*FRAMEWORKS, "any"))
+        named = named_framework(plan.spec) if framework is None else FRAMEWORKS.get(framework)
+        with blaming_plan(plan):
+            choices = PlanLayouts(plan, named or every_schedule(), fix)
     else:
         if device is None or global_batch is None:
             raise TuneError(f"`{'device' if device is None else 'global_batch'}` is missing: give it with `gpus`")
@@ -143,28 +145,6 @@ def tune(
     with _executor(executor, number) as pool:
         rows = search.run(pool)
     return search.result(rows, tuple(assumptions))
-
-
-def _of_layers(
-    plan: LoadedPlan, fix: Mapping[str, Sequence[Any]], gpus: int | None, memory_gib: float | None
-) -> LayerLayouts:
-    with blaming_plan(plan):
-        try:
-            return LayerLayouts(
-                plan, every_schedule(), fix, gpus, None if memory_gib is None else int(memory_gib * GIB)
-            )
-        except NoTrainingError as error:
-            raise TuneError(str(error)) from error
-
-
-def _of_plan(plan: LoadedPlan, framework: str | None, fix: Mapping[str, Sequence[Any]]) -> PlanLayouts:
-    _require_known("framework", [framework or "any"], (*FRAMEWORKS, "any"))
-    named = named_framework(plan.spec) if framework is None else FRAMEWORKS.get(framework)
-    with blaming_plan(plan):
-        try:
-            return PlanLayouts(plan, named or every_schedule(), fix)
-        except NoTrainingError as error:
-            raise TuneError(str(error)) from error
 
 
 def _require_known(what: str, names: Iterable[str], choices: Sequence[str]) -> None:
@@ -323,27 +303,28 @@ class _Search:
     def _best_of_groups(self) -> dict[_Group, float]:
         """The time of the fastest fitting layout of each group: one with a higher bound cannot be listed for it."""
         best: dict[_Group, float] = {}
+        for _, layout, makespan, _ in self._candidates():
+            group = _group(layout)
+            best[group] = min(best.get(group, inf), float(makespan))
+        return best
+
+    def _candidates(self) -> Iterator[tuple[str, Layout, Fraction, int]]:
+        """Id, layout, step and largest memory of each layout that fits and has not failed its check."""
         for point_id, result in self._done.items():
             layout, checked = self._points[point_id], self._checked.get(point_id)
             if layout in self._fitting and (checked is None or checked.status is Status.OK):
                 assert result.makespan is not None
-                group = _group(layout)
-                best[group] = min(best.get(group, inf), float(result.makespan))
-        return best
+                yield point_id, layout, result.makespan, result.details["peak_bytes"]
 
     def _rows(self) -> list[str]:
         """The ids of the best layout of each group, the fastest first, at most as many as there are rows.
 
         On a plan's own ranks, a layout that holds as much as a faster one is left out.
         """
-        ranked = []
-        for point_id, result in self._done.items():
-            layout = self._points[point_id]
-            checked = self._checked.get(point_id)
-            if layout in self._fitting and (checked is None or checked.status is Status.OK):
-                assert result.makespan is not None
-                key = result.makespan, result.details["peak_bytes"], astuple_of(layout)
-                ranked.append((key, _group(layout), point_id))
+        ranked = [
+            ((makespan, peak_bytes, astuple_of(layout)), _group(layout), point_id)
+            for point_id, layout, makespan, peak_bytes in self._candidates()
+        ]
         ids: dict[_Group, str] = {}
         least = inf
         for (_, peak_bytes, _), group, point_id in sorted(ranked):

@@ -31,8 +31,7 @@ class Figures:
 
     ``work_us`` is the mean computation time of a rank, ``most_work_us`` that of
     ``busiest``, the first of the ranks that compute longest. ``peak`` is the
-    largest number of activations, on ``peak_rank``, in those of a block for a
-    sequence.
+    largest number of activations of a rank, in those of a block for a sequence.
     """
 
     makespan_us: Fraction
@@ -40,17 +39,11 @@ class Figures:
     most_work_us: Fraction
     busiest: int
     peak: Fraction
-    peak_rank: int
 
     @property
     def idle_us(self) -> Fraction:
         """Mean idle time of a rank."""
         return self.makespan_us - self.work_us
-
-    @property
-    def idle_ratio(self) -> Fraction:
-        """The part of the ranks' time in which they do not compute."""
-        return self.idle_us / self.makespan_us
 
 
 @dataclass(frozen=True)
@@ -151,14 +144,12 @@ def figures_of(clock: Clock, activations: Sequence[Fraction]) -> Figures:
     busy = [Fraction(timed.busy(rank)) / clock.ticks_per_us for rank in ranks]
     unit = lcm(*(size.denominator for size in activations))
     sizes = [int(size * unit) for size in activations]
-    peaks = [_peak(timed, rank, sizes) for rank in ranks]
     return Figures(
         makespan_us=Fraction(timed.makespan) / clock.ticks_per_us,
         work_us=sum(busy, Fraction(0)) / len(ranks),
         most_work_us=max(busy),
         busiest=busy.index(max(busy)),
-        peak=Fraction(max(peaks), unit),
-        peak_rank=peaks.index(max(peaks)),
+        peak=Fraction(max(_peak(timed, rank, sizes) for rank in ranks), unit),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -81,7 +80,7 @@ def render_tune(result: TuneResult, console: Console) -> None:
     if present is not None:
         _print("Row 1 is this change of the plan:", console)
         before = present.spec.model_dump(mode="json", exclude_unset=True)
-        for line in change_between(before, result.rows[0].plan).lines():
+        for line in change_lines(before, result.rows[0].plan):
             console.print(Text(f"  {line}"), soft_wrap=True, no_wrap=True)
 
 
@@ -199,41 +198,23 @@ def _print(text: str, console: Console) -> None:
     console.print(Text(text))
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Keys with new values by section, and keys to remove (dotted, or a section's name)."""
-
-    set: Mapping[str, Any]
-    remove: tuple[str, ...]
-
-    def lines(self) -> list[str]:
-        """The change as lines of a plan file; what goes away is in comments."""
-        lines = [f"# remove {key}" for key in self.remove]
-        for section, values in self.set.items():
-            if not isinstance(values, Mapping):
-                lines.append(f"{section}: {_flow(values)}")
-                continue
-            lines.append(f"{section}:")
-            lines += [f"  {key}: {_flow(value)}" for key, value in values.items() if key != "layers"]
-            if "layers" in values:
-                lines.append("  # layers: with those that hand on what they receive, in the plan that -o writes")
-        return lines
-
-
-def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
-    """The change from one plan to another, both as written."""
-    set_: dict[str, Any] = {}
-    remove = [section for section in before if section not in after]
+def change_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The change from one plan to another, both as written, as lines of a plan file; what goes away is in comments."""
+    removed, lines = [section for section in before if section not in after], list[str]()
     for section, values in after.items():
         old = before.get(section, {})
         if values == old:
             continue
         if not isinstance(values, Mapping):
-            set_[section] = values
+            lines.append(f"{section}: {_flow(values)}")
             continue
-        set_[section] = {key: value for key, value in values.items() if key not in old or old[key] != value}
-        remove += [f"{section}.{key}" for key in old if key not in values]
-    return Change({section: values for section, values in set_.items() if values}, tuple(remove))
+        removed += [f"{section}.{key}" for key in old if key not in values]
+        changed = {key: value for key, value in values.items() if key not in old or old[key] != value}
+        lines += [f"{section}:"] * bool(changed)
+        lines += [f"  {key}: {_flow(value)}" for key, value in changed.items() if key != "layers"]
+        if "layers" in changed:
+            lines.append("  # layers: with those that hand on what they receive, in the plan that -o writes")
+    return [*(f"# remove {key}" for key in removed), *lines]
 
 
 def _flow(value: Any) -> str:

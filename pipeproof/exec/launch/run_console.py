@@ -18,7 +18,7 @@ from pipeproof.diagnostics.text_output import render_text
 from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult, is_checked_by_bound
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
-from pipeproof.exec.launch.run_plan import NotVerifiedError, Progress, run, status_of
+from pipeproof.exec.launch.run_plan import NotVerifiedError, run, status_of
 from pipeproof.exec.launch.run_report import LogClock, RunReport
 from pipeproof.exec.launch.supervisor import JobEndedError
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
@@ -63,7 +63,19 @@ def run_command(
     checkpoint = replace(options.checkpoint, reference_from_state=result.reference_from_state)
     for line in checkpoint_lines(checkpoint, [step.step for step in result.steps]):
         console.print(line, soft_wrap=True)
-    return _show_run(result, console, report_file, profile_file, write_timeline, options.record, verbose=verbose)
+    render_run(result, console, verbose=verbose)
+    if report_file is not None:
+        write_json(report_file, result.to_json())
+    if profile_file is not None and result.profile is not None:
+        write_json(profile_file, result.profile.to_json())
+        console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
+    elif profile_file is not None:
+        console.print("no profile was written: the executed log differs from the graph", soft_wrap=True)
+    if options.record is not None:
+        console.print(_record_line(options.record), soft_wrap=True)
+    if write_timeline is not None:
+        console.print(write_timeline(result.timeline, result.subject.graph), soft_wrap=True)
+    return ExitStatus.OK if result.passed else ExitStatus.FAILED
 
 
 def _refuse_launcher(report: Report) -> Finding | None:
@@ -80,32 +92,6 @@ def _refuse_launcher(report: Report) -> Finding | None:
         help="start it once, without the launcher; under the launcher, `pipeproof rehearse` executes the plan's "
         "communication, and `pipeproof.torch.Pipeline` or `pipeproof.paddle.Pipeline` trains your own script",
     )
-
-
-def _show_run(
-    result: RunReport,
-    console: Console,
-    report_file: Path | None,
-    profile_file: Path | None,
-    write_timeline: Callable[[Timeline, OpGraph], str] | None,
-    record: RecordOptions | None,
-    *,
-    verbose: bool,
-) -> int:
-    """Print the report of a run, write the requested files; return the exit status."""
-    render_run(result, console, verbose=verbose)
-    if report_file is not None:
-        write_json(report_file, result.to_json())
-    if profile_file is not None and result.profile is not None:
-        write_json(profile_file, result.profile.to_json())
-        console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
-    elif profile_file is not None:
-        console.print("no profile was written: the executed log differs from the graph", soft_wrap=True)
-    if record is not None:
-        console.print(_record_line(record), soft_wrap=True)
-    if write_timeline is not None:
-        console.print(write_timeline(result.timeline, result.subject.graph), soft_wrap=True)
-    return ExitStatus.OK if result.passed else ExitStatus.FAILED
 
 
 def result_or_status(
@@ -160,11 +146,8 @@ def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
                 console.print("[bold yellow]running the plan without a certificate (--unsafe)[/]")
             console.print(f"{num_ranks} processes and a reference, {num_steps} steps, digest {report.digest[:12]}")
 
-        def on_progress(progress: Progress) -> None:
-            status.update(
-                f"{progress.phase}; steps: ranks {progress.steps_done}, reference {progress.reference_steps} "
-                f"of {num_steps}"
-            )
+        def on_progress(phase: str, steps_done: int, reference_steps: int) -> None:
+            status.update(f"{phase}; steps: ranks {steps_done}, reference {reference_steps} of {num_steps}")
 
         def on_step(step: StepResult) -> None:
             console.print(step_line(step, bound), soft_wrap=True)

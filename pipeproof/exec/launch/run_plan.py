@@ -9,7 +9,7 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
@@ -51,20 +51,10 @@ from pipeproof.exec.rank.step_replay import num_logged_steps
 from pipeproof.exec.store.run_codes import BACKEND_MISSING, NOT_EXECUTED
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
-from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.system_calls import CAN_START_RANKS
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a run: steps that all ranks and the reference have finished, and the phase of set-up."""
-
-    steps_done: int
-    reference_steps: int
-    phase: str
 
 
 class NotVerifiedError(PipeproofError):
@@ -87,14 +77,15 @@ def status_of(error: PipeproofError) -> ExitStatus:
 def run(
     report: Report,
     options: RunOptions,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[str, int, int], None],
     on_step: Callable[[StepResult], None],
     on_start: Callable[[], None] = lambda: None,
     on_note: Callable[[Finding], None] = lambda _: None,
 ) -> RunReport:
     """Run the plan of a check report on real processes and compare every step with the reference.
 
-    ``on_start`` is called when nothing refuses the plan, before any process starts; ``on_note`` with a note on the
+    ``on_progress`` is called with the phase of set-up, the steps that all ranks have finished, and those of the
+    reference; ``on_start`` when nothing refuses the plan, before any process starts; ``on_note`` with a note on the
     state to resume from.
 
     Raises:
@@ -115,7 +106,7 @@ def run(
 
         def progressed() -> None:
             done = min(rank.steps_done for rank in state.ranks)
-            on_progress(Progress(done, launcher.reference_steps, state.phase))
+            on_progress(state.phase, done, launcher.reference_steps)
             for result in collector.collect(min(done, launcher.reference_steps)):
                 on_step(result)
 
@@ -168,20 +159,17 @@ def _require_environment(subject: Subject, *, share_gpus: bool) -> None:
                 help="run it on Linux; `check`, `simulate` and what else starts no ranks work here",
             )
         )
-    _require_backend(subject.plan.spec.run)
-    if missing := missing_gpus(subject, share_gpus=share_gpus):
-        raise BackendMissingError(missing)
-
-
-def _require_backend(run: RunSpec) -> None:
-    by = INSTALLED_BY[run.backend]
-    if importlib.util.find_spec(run.backend) is None:
+    backend = subject.plan.spec.run.backend
+    by = INSTALLED_BY[backend]
+    if importlib.util.find_spec(backend) is None:
         raise BackendMissingError(
             BACKEND_MISSING.finding(
                 f"the plan runs on {by.name}, which is not installed in this Python",
                 help=f"{install_extra(by.extra)}  (or {by.requirement})",
             )
         )
+    if missing := missing_gpus(subject, share_gpus=share_gpus):
+        raise BackendMissingError(missing)
 
 
 def _require_times(subject: Subject, options: RunOptions) -> None:

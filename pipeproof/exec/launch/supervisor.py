@@ -87,19 +87,16 @@ def make_directory(directory: Path) -> None:
 def remove_left_directories(parent: Path) -> None:
     """Remove the directories of this user's jobs on this machine of which the process has ended."""
     for left in parent.iterdir():
-        if _DIRECTORY.fullmatch(left.name):
-            _remove_if_left(left)
-
-
-def _remove_if_left(directory: Path) -> None:
-    with contextlib.suppress(OSError, *MALFORMED):  # not ours, or being made
-        status = directory.lstat()
-        if not stat.S_ISDIR(status.st_mode) or (sys.platform != "win32" and status.st_uid != os.getuid()):
-            return
-        content = decode_json(read_foreign(directory / _PROCESS))
-        process = ProcessId(int(content["pid"]), str(content["started"]))
-        if content["machine"] == own_host()[1] and not process.is_alive:  # of another machine nobody knows the end here
-            shutil.rmtree(directory, ignore_errors=True)
+        if not _DIRECTORY.fullmatch(left.name):
+            continue
+        with contextlib.suppress(OSError, *MALFORMED):  # not ours, or being made
+            status = left.lstat()
+            if not stat.S_ISDIR(status.st_mode) or (sys.platform != "win32" and status.st_uid != os.getuid()):
+                continue
+            content = decode_json(read_foreign(left / _PROCESS))
+            process = ProcessId(int(content["pid"]), str(content["started"]))
+            if content["machine"] == own_host()[1] and not process.is_alive:  # nobody knows the end on another machine
+                shutil.rmtree(left, ignore_errors=True)
 
 
 START_UP_TIMEOUT_S = 60.0

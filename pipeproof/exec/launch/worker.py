@@ -38,7 +38,6 @@ from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_lo
 from pipeproof.exec.store.rendezvous import environment_rank
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.columns import NONE
-from pipeproof.schedule.ops import Op
 from pipeproof.signals import die_with_parent
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.describe.layer_records import LayerWatch
@@ -92,7 +91,7 @@ class _RankSteps:
         self._job, self._plan, self._rank, self._emit, self._framework = job, plan, rank, emit, framework
         options, run = job.options, plan.spec.run
         self._world = framework.connect(rank, plan, self._report_phase)
-        self._fault = FaultInjector(options.fault, rank)
+        self._fault = options.fault if options.fault is not None and options.fault.rank == rank else None
         self._watch = LayerWatch() if job.layers else None
         self._timed_world, self._clock = timed(run, self._world) if options.profile else (self._world, HostClock())
         self._ring = self._watched_ring(stack)
@@ -197,7 +196,8 @@ class _RankSteps:
             self._replayed.enter(op_id, graph.ops[op_id].kind)
         elif self._progress is not None and graph.parent[op_id] == NONE:
             self._progress.write(op_id)
-        self._fault.inject(graph.ops[op_id])
+        if self._fault is not None and str(graph.ops[op_id]) == self._fault.op:
+            _fail(self._fault)
 
 
 def _start_ring(run: RunSpec, directory: Path, rank: int, num_ranks: int) -> RingRecorder:
@@ -233,22 +233,13 @@ def require_same_plan(subject: Subject, certificate: Certificate) -> None:
         )
 
 
-class FaultInjector:
-    """Injector of a failure before the named operation of the named rank."""
-
-    def __init__(self, fault: Fault | None, rank: int) -> None:
-        self._fault = fault if fault is not None and fault.rank == rank else None
-
-    def inject(self, op: Op) -> None:
-        """Fail if the operation is the one of the fault."""
-        if self._fault is None or str(op) != self._fault.op:
-            return
-        if self._fault.action == "raise":
-            raise RuntimeError(f"injected failure at {op}")
-        if self._fault.action == "die":
-            kill(os.getpid())
-        while True:  # hang
-            time.sleep(1)
+def _fail(fault: Fault) -> None:
+    if fault.action == "raise":
+        raise RuntimeError(f"injected failure at {fault.op}")
+    if fault.action == "die":
+        kill(os.getpid())
+    while True:  # hang
+        time.sleep(1)
 
 
 def main(arguments: list[str], work: Callable[[Job, int, Emit], None] = run_rank) -> int:

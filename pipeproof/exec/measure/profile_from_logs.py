@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -82,16 +81,6 @@ def measured_profile(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _TimedOp:
-    """One timed operation of a stage, in nanoseconds: whole, and without its collectives."""
-
-    kind: OpKind
-    stage: int
-    whole_ns: int
-    own_ns: int
-
-
 class _MeasuredStep:
     """One step of all ranks: the log's entries by op id."""
 
@@ -114,8 +103,11 @@ class _MeasuredStep:
         for of_rank in of_ranks:
             self._ready_ns |= _ready_times(of_rank, done_ns)
 
-    def timed_ops(self) -> Iterator[_TimedOp]:
-        """Yield each timed operation with and without its collectives, and the two parts of each whole backward."""
+    def timed_ops(self) -> Iterator[tuple[int, OpKind, int, int]]:
+        """Yield stage, kind and nanoseconds of each timed operation, and of the two parts of each whole backward.
+
+        They are those of the whole operation, and without its collectives.
+        """
         for op_ids in self._hosts:
             inside: dict[str, list[LogEntry]] = defaultdict(list)
             parts: dict[Op, dict[OpKind, int]] = defaultdict(lambda: defaultdict(int))
@@ -129,10 +121,10 @@ class _MeasuredStep:
                 op = self._graph.ops[op_id]
                 if op in parts:
                     for kind, whole in _in_turns(op.kind, parts[op]):
-                        yield _TimedOp(kind, op.stage, whole, whole)
+                        yield op.stage, kind, whole, whole
                 elif op.kind in _TIMED:
                     for kind, whole, children in _parts(op.kind, self._entries[op_id], inside[str(op)]):
-                        yield _TimedOp(kind, op.stage, whole, whole - sum(map(_duration, children)))
+                        yield op.stage, kind, whole, whole - sum(map(_duration, children))
 
     def messages(self) -> Iterator[tuple[int, int]]:
         """Yield (bytes, nanoseconds) of each message unless its receiver was ready after its sender."""
@@ -219,16 +211,15 @@ def _duration(entry: LogEntry) -> int:
 
 
 def _stages(num_stages: int, steps: Sequence[_MeasuredStep]) -> Iterator[StageTimes]:
-    times: dict[tuple[int, OpKind], list[_TimedOp]] = defaultdict(list)
+    times: dict[tuple[int, OpKind], list[tuple[int, int]]] = defaultdict(list)
     for step in steps:
-        for timed_op in step.timed_ops():
-            times[timed_op.stage, timed_op.kind].append(timed_op)
+        for stage, op_kind, *whole_and_own in step.timed_ops():
+            times[stage, op_kind].append((whole_and_own[0], whole_and_own[1]))
     for stage in range(num_stages):
         ops = []
         for kind in get_args(TimedKind):
             measured = times.get((stage, OpKind(kind)), [])
-            whole = spread_of(Spread, [timed_op.whole_ns for timed_op in measured])
-            own = spread_of(Spread, [timed_op.own_ns for timed_op in measured])
+            whole, own = (spread_of(Spread, [ns[index] for ns in measured]) for index in (0, 1))
             if whole is not None and own is not None:
                 ops.append(StageOp(kind=kind, whole=whole, own=own))
         yield StageTimes(stage=stage, ops=tuple(ops))
