@@ -27,18 +27,6 @@ from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.model_family import describe_boundaries
 
 
-def crosses_nodes(topology: TopologySpec, axis: str, ranks_per_node: int) -> bool:
-    """Return True if a group of ``axis`` is on more than one node; node k has global ranks from k * ranks_per_node.
-
-    Groups of an axis lie inside blocks of (its size) x (the sizes before it in
-    ``order``) ranks, so they stay on a node just where blocks fill nodes.
-    """
-    before = topology.order[: topology.order.index(axis)]
-    block = prod(getattr(topology, name) for name in (*before, axis))
-    size: int = getattr(topology, axis)
-    return size > 1 and topology.num_ranks > ranks_per_node and ranks_per_node % block != 0
-
-
 def groups_of(topology: TopologySpec, *axes: str) -> IntColumn:
     """The global ranks of all groups over some axes together, shape [groups, members]."""
     order = topology.order[::-1]  # the axis that changes fastest is the last
@@ -69,7 +57,7 @@ class Links:
 
     def crosses(self, axis: str) -> bool:
         """Return True if groups of ``axis`` use the network."""
-        return crosses_nodes(self.plan.topology, axis, self.network.ranks_per_node)
+        return any(shape.crosses for shape in self.shapes(axis))
 
     def shapes(self, axis: str) -> frozenset[Shape]:
         """Shapes of the groups of ``axis``."""

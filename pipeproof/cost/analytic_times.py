@@ -152,7 +152,7 @@ class AnalyticCosts:
     def __init__(self, plan: PlanSpec, analytic: AnalyticSpec) -> None:
         self.analytic = analytic
         self.device: Device = DEVICES[analytic.device]
-        self.table: CostTable | None = table_of(analytic)
+        self.table: CostTable | None = analytic.table or device_table(analytic.device)
         self._operation_us = _host_us(analytic, self.table)
         self._start_us = _ZERO
         if self.table is not None and analytic.memory_efficiency is None:
@@ -236,7 +236,7 @@ class AnalyticCosts:
                 time += PhaseTime(host_us=self._replays(works) * self._operation_us)
             times[phase] = self._with_collectives(time, collectives.get(phase, ()), item_bytes)
         times[Phase.WEIGHT] += self._collectives_time(weight_calls(self._plan, layer), item_bytes)
-        if self._hides_backward:
+        if self._plan.topology.tp > 1 and not {"tp", "tp_backward"}.isdisjoint(self.analytic.overlap):
             operations = layer_operations(self._plan.gpt, layer.name)
             entered = [
                 work
@@ -295,10 +295,6 @@ class AnalyticCosts:
         prefix = f"{block.name}."
         calls = [call for call in block.forward_collectives if is_in_modules(modules, call.label.removeprefix(prefix))]
         return self._with_collectives(time, calls, dtype_bytes(self.dtype)).times(self.num_splits)
-
-    @property
-    def _hides_backward(self) -> bool:
-        return not {"tp", "tp_backward"}.isdisjoint(self.analytic.overlap) and self._plan.topology.tp > 1
 
     def _hide_backward(
         self, times: dict[Phase, PhaseTime], layer: Layer, entered: Iterable[Work], item_bytes: int
@@ -499,11 +495,6 @@ class AnalyticCosts:
             return self._plan
         few = model.model_copy(update={"num_layers": model.num_blocks_of_each_kind})
         return self._plan.model_copy(update={"model": few})
-
-
-def table_of(analytic: AnalyticSpec) -> CostTable | None:
-    """The measured curves of the plan's device: its own, or those that are known; None without any."""
-    return analytic.table or device_table(analytic.device)
 
 
 def _host_us(analytic: AnalyticSpec, table: CostTable | None) -> Fraction:

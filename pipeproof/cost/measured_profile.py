@@ -25,7 +25,6 @@ from pipeproof.specs.profile_file import (
     MeasuredPlan,
     Profile,
     ProfileError,
-    SizedSpread,
     read_profile,
 )
 from pipeproof.stages.describe.boundary import work_item_sizes
@@ -74,7 +73,7 @@ class ProfileTimes:
         return cls(
             profile,
             file,
-            Curve.through(_points(messages)) if messages else None,
+            Curve.through((p.num_bytes, exact(p.median_us), p.count) for p in messages) if messages else None,
             {key: Curve.through(curve) for key, curve in points.items()},
         )
 
@@ -168,10 +167,6 @@ class ProfileTimes:
         message = f"`{self.file}` has no time of a {name}"
         fix = "measure a run of this plan: `pipeproof run PLAN --profile FILE`"
         return BadPlanAtError(NOT_A_PROFILE.finding(message, help=fix), ("cost", "profile"))
-
-
-def _points(messages: Iterable[SizedSpread]) -> Iterable[tuple[int, Fraction, int]]:
-    return ((point.num_bytes, exact(point.median_us), point.count) for point in messages)
 
 
 _FREE = frozenset({"pp", "order"})

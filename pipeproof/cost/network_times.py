@@ -88,18 +88,6 @@ class Shape:
         return self.on_nodes[-1] > 1
 
 
-def shapes_of(groups: IntColumn, ranks_per_node: int, ranks_per_nic: int) -> frozenset[Shape]:
-    """The shapes among ``groups``, global ranks of shape [groups, members]; linear, but for sorting."""
-    places = [groups // block for block in (ranks_per_node, ranks_per_nic)]
-    rows = np.concatenate([p - p[:, :1] for p in places], axis=1)
-    # Sums by random factors sort faster than rows; sums that two different rows share are seen.
-    sums = rows @ np.random.default_rng(0).integers(1, 2**62, rows.shape[1])
-    _, examples, which = np.unique(sums, return_index=True, return_inverse=True)
-    if not (rows == rows[examples][which]).all():
-        _, examples = np.unique(rows, axis=0, return_index=True)
-    return frozenset(Shape.of(ranks, ranks_per_node, ranks_per_nic) for ranks in groups[examples].tolist())
-
-
 @dataclass(frozen=True, slots=True)
 class Link:
     """One sort of link, in one direction."""
@@ -251,8 +239,18 @@ class Network:
         return replace(self, routing=Routing(moe.top_k, moe.nodes_per_token))
 
     def shapes(self, groups: IntColumn) -> frozenset[Shape]:
-        """The shapes among groups of global ranks, shape [groups, members]."""
-        return shapes_of(groups, self.ranks_per_node, self.ranks_per_nic)
+        """The shapes among groups of global ranks, shape [groups, members]; linear, but for sorting."""
+        blocks = self.ranks_per_node, self.ranks_per_nic
+        places = [groups // block for block in blocks]
+        rows = np.concatenate([p - p[:, :1] for p in places], axis=1)
+        # Sums by random factors sort faster than rows; sums that two different rows share are seen.
+        sums = rows @ np.random.default_rng(0).integers(1, 2**62, rows.shape[1])
+        _, examples, which = np.unique(sums, return_index=True, return_inverse=True)
+        if not (rows == rows[examples][which]).all():
+            _, examples = np.unique(rows, axis=0, return_index=True)
+        return frozenset(
+            Shape.of(ranks, self.ranks_per_node, self.ranks_per_nic) for ranks in groups[examples].tolist()
+        )
 
     def message_us(self, num_bytes: Fraction, *, crosses: bool) -> Fraction:
         """Time of one message, inside a node or between two."""

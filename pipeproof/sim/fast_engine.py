@@ -48,61 +48,7 @@ from pipeproof.sim.longest_paths import longest_paths
 from pipeproof.sim.op_durations import Durations
 from pipeproof.sim.outcome import Outcome
 
-# Tracks: the operation orders of a rank, one for its host and one for each named queue of reductions or copies.
-
-
 _SIDE_KINDS = UPDATE_KINDS | COLLECTIVE_KINDS | COPY_KINDS | {OpKind.WAIT}
-
-
-@dataclass(frozen=True, eq=False)
-class Tracks:
-    """The tracks of a graph: a host with its transfers is one track, each queue of another name is another.
-
-    Without named queues a track is a rank.
-    """
-
-    graph: OpGraph
-
-    @property
-    def named_queues_only_reduce_or_copy(self) -> bool:
-        """True if named queues hold only reductions, gathers, copies and waits, and the host never delays them."""
-        graph = self.graph
-        named = np.flatnonzero(graph.queue > HOST_QUEUE)
-        waits = named[graph.is_kind(frozenset({OpKind.WAIT}))[named]]
-        awaited = graph.waits_for[waits]
-        kinds_fit = graph.is_kind(_SIDE_KINDS)[named].all() and not (len(named) and (graph.queue == HOST_QUEUE).any())
-        return bool(kinds_fit and not graph.is_kind(TRANSFER_KINDS)[awaited[awaited != NONE]].any())
-
-    @cached_property
-    def number(self) -> IntColumn:
-        """Track number of each operation."""
-        return packed(self.graph.rank, np.where(self.graph.queue > HOST_QUEUE, self.graph.queue, NONE))
-
-    @cached_property
-    def order(self) -> IntColumn:
-        """Operation ids sorted by track, in program order within a track."""
-        return np.argsort(self.number, kind="stable")
-
-    @cached_property
-    def position(self) -> IntColumn:
-        """Position of each operation in ``order``."""
-        position = np.empty_like(self.order)
-        position[self.order] = np.arange(len(position))
-        return position
-
-    @cached_property
-    def begins(self) -> IntColumn:
-        """Positions in ``order`` at which tracks begin."""
-        return np.flatnonzero(np.diff(self.number[self.order], prepend=NONE))
-
-    def before(self, durations: IntColumn) -> IntColumn:
-        """Sum of the durations that precede each operation on its track."""
-        ordered = durations[self.order]
-        so_far = np.cumsum(ordered) - ordered
-        lengths = np.diff(np.append(self.begins, len(ordered)))
-        result = np.empty_like(so_far)
-        result[self.order] = so_far - np.repeat(so_far[self.begins], lengths)
-        return result
 
 
 _MOST_TICKS = 2**62
@@ -147,11 +93,10 @@ class _Run:
         self._rendezvous = model.completes == "rendezvous"
         self._is_transfer = graph.is_kind(TRANSFER_KINDS)
         self._is_send = graph.is_kind(SEND_KINDS)
-        self._tracks = Tracks(graph)
         self._require_supported()
         self._pairs = _pairs_that_run(durations)
         self._duration = self._durations_on_hosts(durations)
-        self._work = self._tracks.before(self._duration)
+        self._work = self._before_on_track(self._duration)
         self._calls = np.flatnonzero(graph.is_kind(COLLECTIVE_KINDS) & (graph.group != NONE))
         self._waits, self._awaited = self._waiting_stops()
         self._meeting, self._num_meetings = self._meetings()
@@ -192,7 +137,7 @@ class _Run:
             raise NotTimedError(f"the engine has no channel model {model}")
         if (
             (model.host_blocks and (graph.queue > HOST_QUEUE).any())
-            or not self._tracks.named_queues_only_reduce_or_copy
+            or not self._named_queues_only_reduce_or_copy()
             or (graph.queue != NONE)[self._is_transfer].any()
         ):
             raise NotTimedError("operations are on named queues other than reductions and copies")
@@ -209,6 +154,46 @@ class _Run:
         needs_partner = self._is_transfer if self._rendezvous else self._is_transfer & ~self._is_send
         if (graph.match[needs_partner] == NONE).any():
             raise NotTimedError("a transfer has no counterpart")
+
+    def _named_queues_only_reduce_or_copy(self) -> bool:
+        """True if named queues hold only reductions, gathers, copies and waits, and the host never delays them."""
+        graph = self._graph
+        named = np.flatnonzero(graph.queue > HOST_QUEUE)
+        waits = named[graph.is_kind(frozenset({OpKind.WAIT}))[named]]
+        awaited = graph.waits_for[waits]
+        kinds_fit = graph.is_kind(_SIDE_KINDS)[named].all() and not (len(named) and (graph.queue == HOST_QUEUE).any())
+        return bool(kinds_fit and not graph.is_kind(TRANSFER_KINDS)[awaited[awaited != NONE]].any())
+
+    @cached_property
+    def _track(self) -> IntColumn:
+        """Track of each operation: a rank's host with its transfers is one, each queue of another name is another."""
+        return packed(self._graph.rank, np.where(self._graph.queue > HOST_QUEUE, self._graph.queue, NONE))
+
+    @cached_property
+    def _order(self) -> IntColumn:
+        """Operation ids sorted by track, in program order within a track."""
+        return np.argsort(self._track, kind="stable")
+
+    @cached_property
+    def _position(self) -> IntColumn:
+        """Position of each operation in ``_order``."""
+        position = np.empty_like(self._order)
+        position[self._order] = np.arange(len(position))
+        return position
+
+    @cached_property
+    def _begins(self) -> IntColumn:
+        """Positions in ``_order`` at which tracks begin."""
+        return np.flatnonzero(np.diff(self._track[self._order], prepend=NONE))
+
+    def _before_on_track(self, durations: IntColumn) -> IntColumn:
+        """Sum of the durations that precede each operation on its track."""
+        ordered = durations[self._order]
+        so_far = np.cumsum(ordered) - ordered
+        lengths = np.diff(np.append(self._begins, len(ordered)))
+        result = np.empty_like(so_far)
+        result[self._order] = so_far - np.repeat(so_far[self._begins], lengths)
+        return result
 
     def _overtaken(self) -> bool:
         """True if a buffered message may be faster than the message before it on its channel."""
@@ -257,7 +242,7 @@ class _Run:
             stops &= ~self._is_transfer
         if not self._rendezvous:
             stops &= ~self._is_send[awaited]
-        stops |= ~self._is_transfer[awaited] & (self._tracks.number[awaited] != self._tracks.number)
+        stops |= ~self._is_transfer[awaited] & (self._track[awaited] != self._track)
         rows = np.flatnonzero(stops)
         return rows, awaited[rows]
 
@@ -280,10 +265,10 @@ class _Run:
 
     def _last_stops(self) -> tuple[IntColumn, IntColumn]:
         """(node of the last stop before each operation on its host, idle time less the value of that node)."""
-        num_ops, order, begins = self._graph.num_ops, self._tracks.order, self._tracks.begins
+        num_ops, order, begins = self._graph.num_ops, self._order, self._begins
         node, shift = np.zeros(num_ops + 1, dtype=np.int64), np.zeros(num_ops + 1, dtype=np.int64)
         stop_row = np.zeros(num_ops + 1, dtype=np.int64)
-        waits, calls = self._tracks.position[self._waits], self._tracks.position[self._calls]
+        waits, calls = self._position[self._waits], self._position[self._calls]
         node[waits + 1] = np.arange(1, 1 + len(waits))
         node[calls + 1] = self._meeting
         shift[calls + 1] = -self._work[self._calls]
@@ -335,8 +320,8 @@ class _Run:
     def _behind_parts(self) -> BoolColumn:
         """Mask of the calls that follow a part on another track."""
         before = self._graph.part_before[self._calls]
-        number = self._tracks.number
-        return np.asarray((before != NONE) & (number[before] != number[self._calls]))
+        track = self._track
+        return np.asarray((before != NONE) & (track[before] != track[self._calls]))
 
     def _into_messages(self) -> _Edges:
         sends = self._sends

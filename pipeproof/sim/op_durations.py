@@ -20,7 +20,7 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.device_tables import exact
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.diagnostics.units import time_text
-from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
+from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, COPY_KINDS, KIND_CODE, KINDS, PART_KINDS, Op, OpKind
@@ -39,11 +39,6 @@ def takes_turns(graph: OpGraph) -> BoolColumn:
     parents = graph.parent[graph.is_kind(PART_KINDS)]
     mask[parents[parents != NONE]] = True
     return mask
-
-
-def exchanges_of_pairs(graph: OpGraph) -> IntColumn:
-    """The collectives of computations that take turns that are on a queue of their own."""
-    return np.flatnonzero((graph.part_before != NONE) & (graph.queue > HOST_QUEUE))
 
 
 def part_ticks(

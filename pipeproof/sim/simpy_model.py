@@ -39,9 +39,10 @@ from typing import Any
 import simpy
 
 from pipeproof.comm.channel_models import ChannelModel, EntryOrder, awaited_by_sends, done, post
+from pipeproof.schedule.columns import HOST_QUEUE
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
-from pipeproof.sim.op_durations import Durations, exchanges_of_pairs
+from pipeproof.sim.op_durations import Durations
 from pipeproof.sim.outcome import Outcome
 
 # Computations slowed down by transfers: a pending receive spins on some devices, and a collective holds processors.
@@ -164,7 +165,8 @@ class _Model:
         self._met: dict[tuple[int, int], list[int]] = defaultdict(list)
         slowdowns = durations.recv_slowdown, durations.collective_slowdown
         self._work = SlowedWork(self._env, graph.num_ranks, slowdowns, self._computed) if any(slowdowns) else None
-        self._is_exchange = set(exchanges_of_pairs(graph).tolist()) if durations.collective_slowdown else set()
+        slows_down = bool(durations.collective_slowdown)
+        self._is_exchange = (slows_down & (graph.part_before != NONE) & (graph.queue > HOST_QUEUE)).tolist()
 
     def run(self) -> Outcome:
         for rank in range(self._graph.num_ranks):
@@ -255,7 +257,7 @@ class _Model:
             return
         for member in met:
             then = self._done
-            if self._work is not None and member in self._is_exchange:
+            if self._work is not None and self._is_exchange[member]:
                 self._work.transfer_starts(self._rank[member], EXCHANGE)
                 then = self._exchanged
             self._later(self._durations.ticks[member], then, member)

@@ -119,17 +119,13 @@ class Timeline:
     @cached_property
     def _compute(self) -> tuple[tuple[tuple[Span, OpKind], ...], ...]:
         by_rank: list[list[tuple[Span, OpKind]]] = [[] for _ in self.ranks]
-        spans = [span for span in self.spans if span.queue == COMPUTE_QUEUE or not _is_channel(span.queue)]
+        spans = [span for span in self.spans if "->" not in span.queue]  # others are channels
         for span, kind in zip(spans, kinds_of(span.op for span in spans), strict=True):
             if kind in COMPUTE_KINDS:
                 by_rank[span.rank].append((span, kind))
         for spans_of_rank in by_rank:
             spans_of_rank.sort(key=lambda pair: (pair[0].start, pair[0].end, pair[0].step, pair[0].op_id))
         return tuple(map(tuple, by_rank))
-
-
-def _is_channel(queue: str) -> bool:
-    return "->" in queue
 
 
 def timeline_of(timed: Timed) -> Timeline:

@@ -15,10 +15,10 @@ from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.analysis.tune.plan_layouts import PlanLayouts
 from pipeproof.comm.generated_schedule import stage_costs
 from pipeproof.comm.lower import lower, mesh_of
-from pipeproof.cost.analytic_links import Links, crosses_nodes
+from pipeproof.cost.analytic_links import Links
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
 from pipeproof.cost.devices import DEVICES, model_flops_utilization, peak_tflops
-from pipeproof.cost.network_times import Network
+from pipeproof.cost.network_times import Link, Network
 from pipeproof.cost.plan_times import resolved_cost, with_times
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.units import time_text
@@ -259,10 +259,12 @@ def test_stages_pay_for_the_collectives_that_their_layers_issue():
 )
 def test_an_axis_crosses_nodes_where_one_of_its_groups_does(sizes, order, ranks_per_node):
     topology = TopologySpec(**sizes, order=tuple(order))
-    mesh = mesh_of(PlanSpec.model_construct(topology=topology))
+    plan = PlanSpec.model_construct(topology=topology)
+    mesh, link = mesh_of(plan), Link(Fraction(1), Fraction(1))
+    links = Links(plan, Network(ranks_per_node, link, link, link))
     for axis in order:
         nodes = [{rank // ranks_per_node for rank in group.ranks} for group in mesh.groups(axis)]
-        assert crosses_nodes(topology, axis, ranks_per_node) == any(len(of_group) > 1 for of_group in nodes)
+        assert links.crosses(axis) == any(len(of_group) > 1 for of_group in nodes)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pipeproof.analysis.tune.step_clock import asap_clock, simulated_clock
 from pipeproof.comm.lower import lower, mesh_of
 from pipeproof.cost.analytic_links import groups_of
 from pipeproof.cost.devices import DEVICES
-from pipeproof.cost.network_times import Link, Network, Shape, shapes_of
+from pipeproof.cost.network_times import Link, Network, Shape
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.cost.transfer_times import MeasuredLinks
 from pipeproof.diagnostics.finding import BadPlanAtError
@@ -104,7 +104,7 @@ def test_the_shapes_of_an_axis_are_those_of_its_groups(sizes, order, node, per_n
         groups = [list(group.ranks) for group in mesh.groups(axis)]
         assert sorted(groups_of(topology, axis).tolist()) == sorted(groups)
         shapes = {Shape.of(group, node * per_nic, per_nic) for group in groups}
-        assert shapes_of(np.array(groups), node * per_nic, per_nic) == shapes
+        assert replace(LINKS, ranks_per_node=node * per_nic, ranks_per_nic=per_nic).shapes(np.array(groups)) == shapes
 
 
 def test_a_device_brings_its_links():

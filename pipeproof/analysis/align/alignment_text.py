@@ -210,19 +210,19 @@ def _tensors_json(tensors: TensorAlignment) -> dict[str, Any]:
         if tensors.systematic is None
         else {
             "step": tensors.systematic[0].step,
-            "tensor": _name_json(tensors.systematic[0]),
+            "tensor": tensors.systematic[0].name_to_json(),
             "deviation": tensors.systematic[1].deviation,
             "cause": _cause_json(tensors.systematic[1].cause),
         },
         "first_difference": None if tensors.first is None else _difference_json(tensors.first),
-        "last_equal_before": None if tensors.before is None else _name_json(tensors.before),
+        "last_equal_before": None if tensors.before is None else tensors.before.name_to_json(),
     }
 
 
 def _difference_json(difference: TensorDifference) -> dict[str, Any]:
     return {
         "step": difference.a.step,
-        "tensor": _name_json(difference.a),
+        "tensor": difference.a.name_to_json(),
         "ranks": list(difference.ranks),
         "a": _content_json(difference.a),
         "b": _content_json(difference.b),
@@ -241,19 +241,6 @@ def _difference_json(difference: TensorDifference) -> dict[str, Any]:
 
 def _cause_json(cause: Cause) -> dict[str, str]:
     return {"family": cause.family.value, "evidence": cause.evidence}
-
-
-def _name_json(tensor: Recorded) -> dict[str, Any]:
-    if tensor.parameter:
-        return {"kind": "gradient", "layer": tensor.layer, "parameter": tensor.parameter}
-    return {
-        "kind": "tensor",
-        "layer": tensor.layer,
-        "direction": tensor.direction,
-        "side": tensor.side,
-        "micro_batch": tensor.micro_batch,
-        "piece": tensor.piece,
-    }
 
 
 def _content_json(tensor: Recorded) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from pipeproof.analysis.align.array_digests import (
     Array,
     eps_of,
     have_same_bits,
+    largest,
+    largest_difference,
     max_relative,
     norm_of,
     ulps_between,
@@ -368,10 +370,9 @@ def _normalized(x: Array, y: Array, eps: float) -> Cause | None:
     """Each row of one side is that of the other, shifted and scaled by numbers of its own."""
     if x.ndim < 2 or x.shape[-1] < 4:
         return None
-    rows = [one.reshape(-1, x.shape[-1]).astype(np.float64) for one in (x, y)]
-    for center, kind in ((True, "LayerNorm"), (False, "RMSNorm")):
-        if center:
-            rows = [row - row.mean(axis=1, keepdims=True) for row in rows]
+    plain = [one.reshape(-1, x.shape[-1]).astype(np.float64) for one in (x, y)]
+    centered = [row - row.mean(axis=1, keepdims=True) for row in plain]
+    for rows, kind in ((centered, "LayerNorm"), (plain, "RMSNorm")):
         sizes = [np.sqrt(np.square(row).mean(axis=1, keepdims=True)) for row in rows]
         if min(float(size.min()) for size in sizes) == 0.0:
             continue
@@ -383,7 +384,6 @@ def _normalized(x: Array, y: Array, eps: float) -> Cause | None:
                 Family.NORM,
                 f"rows of {sides[0]} are those of {sides[1]} after a {kind}: {sides[1]} has it before or later",
             )
-        rows = [one.reshape(-1, x.shape[-1]).astype(np.float64) for one in (x, y)]
     return None
 
 
@@ -443,11 +443,10 @@ def _pairs_rotated(result: Array, source: Array, halves: bool, eps: float) -> bo
 def _residual(x: Array, y: Array, recorded: Recorded, around: Surroundings) -> Cause | None:
     """The difference is an earlier tensor, in another order of dims, or in place of another one."""
     difference = x.astype(np.float64) - y
-    scale = max(float(np.max(np.abs(x), initial=0.0)), float(np.max(np.abs(y), initial=0.0)))
-    allowed = ROUNDINGS * eps_of(recorded.dtype) * scale
+    allowed = ROUNDINGS * eps_of(recorded.dtype) * max(largest(x), largest(y))
 
     def explains(value: Array) -> bool:
-        return bool(np.max(np.abs(difference - value), initial=0.0) <= allowed)
+        return largest_difference(difference, value) <= allowed
 
     near = [(name, one.astype(np.float64).reshape(x.shape)) for name, one in around.alike(recorded)]
     for name, one in near:

@@ -9,7 +9,7 @@ from itertools import count
 
 import numpy as np
 
-from pipeproof.analysis.align.array_digests import Array
+from pipeproof.analysis.align.array_digests import Array, largest
 from pipeproof.analysis.align.record_format import WHOLE, Recorded
 from pipeproof.analysis.align.record_map import Pair
 
@@ -143,8 +143,7 @@ class Surroundings:
     def cancellation(self, weight: Recorded, value: Array) -> float:
         """Ratio of the terms of a weight's gradient to their sum, at least one; computed in float64."""
         sizes = self.parts(weight, sizes=True)
-        largest = float(np.max(np.abs(value), initial=0.0))
         if not sizes:
             return 1.0
-        total = float(np.max(sum(sizes[1:], start=sizes[0])))
-        return max(1.0, total / largest) if largest > 0.0 else np.inf
+        total, most = largest(sum(sizes[1:], start=sizes[0])), largest(value)
+        return max(1.0, total / most) if most > 0.0 else np.inf

@@ -138,9 +138,18 @@ class Recorded:
         piece = f", piece {self.piece}" if self.piece else ""
         return self.kind if self.parameter else f"{self.kind}, micro-batch {self.micro_batch}{piece}"
 
+    def name_to_json(self) -> dict[str, Any]:
+        """The keys of its name, in records and reports."""
+        keys = ("layer", "parameter") if self.parameter else ("layer", "direction", "side", "micro_batch", "piece")
+        return {"kind": "gradient" if self.parameter else "tensor", **{key: getattr(self, key) for key in keys}}
+
     def to_json(self) -> dict[str, Any]:
         """Its line."""
-        common = {
+        name = self.name_to_json()
+        return {
+            "kind": name.pop("kind"),
+            "step": self.step,
+            **name,
             "shape": list(self.shape),
             "dtype": self.dtype,
             "md5": self.md5,
@@ -148,20 +157,6 @@ class Recorded:
             "shards": [shard.to_json() for shard in self.shards],
             **({"time": self.time} if self.time else {}),
             **({"in_first": True} if self.in_first else {}),
-        }
-        if self.parameter:
-            return {
-                "kind": "gradient", "step": self.step, "layer": self.layer, "parameter": self.parameter, **common,
-            }  # fmt: skip
-        return {
-            "kind": "tensor",
-            "step": self.step,
-            "layer": self.layer,
-            "direction": self.direction,
-            "side": self.side,
-            "micro_batch": self.micro_batch,
-            "piece": self.piece,
-            **common,
         }
 
     @classmethod

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby, zip_longest
 from statistics import median
 
 from pipeproof.analysis.compare.timeline_files import TimedOp, TimelineFile
@@ -133,7 +134,8 @@ def compare_timelines(a: TimelineFile, b: TimelineFile, step: int | None = None)
         common = {(op.rank, op.op) for op, _ in both}
         only_a.update(op.op.kind for op in ops_a if (op.rank, op.op) not in common)
         only_b.update(op.op.kind for op in ops_b if (op.rank, op.op) not in common)
-        shifts = _rank_shifts(both) if per_rank else {}
+        by_start = sorted(both, key=lambda pair: (pair[0].queue != COMPUTE_QUEUE, pair[0].start, pair[0].order))
+        shifts = {x.rank: x.start - y.start for x, y in reversed(by_start)} if per_rank else {}  # by the first of each
         whole = min(op.start for op in ops_a) - min(op.start for op in ops_b)
         pairs += [PairedOp(x, y, shifts.get(x.rank, whole)) for x, y in both]
         times.append(_times(ops_a, ops_b))
@@ -178,25 +180,13 @@ def _step_pairs(
 
 
 def _by_step(file: TimelineFile) -> dict[int, list[TimedOp]]:
-    steps: dict[int, list[TimedOp]] = {}
-    for op in sorted(file.ops, key=lambda op: op.step):
-        steps.setdefault(op.step, []).append(op)
-    return steps
+    by_step = sorted(file.ops, key=lambda op: op.step)
+    return {step: list(ops) for step, ops in groupby(by_step, lambda op: op.step)}
 
 
 def _listed(steps: Mapping[int, object] | set[int]) -> str:
     numbers = sorted(steps)
     return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-
-
-def _rank_shifts(both: Sequence[tuple[TimedOp, TimedOp]]) -> dict[int, Fraction]:
-    """By rank, what sets the clock of B equal to that of A at the rank's first operation."""
-    first: dict[int, tuple[tuple[bool, Fraction, int], Fraction]] = {}
-    for a, b in both:
-        key = (a.queue != COMPUTE_QUEUE, a.start, a.order)
-        if a.rank not in first or key < first[a.rank][0]:
-            first[a.rank] = key, a.start - b.start
-    return {rank: shift for rank, (_, shift) in first.items()}
 
 
 def _times(ops_a: Sequence[TimedOp], ops_b: Sequence[TimedOp]) -> StepTimes:
@@ -239,9 +229,7 @@ def _divergences(
     queues_a, queues_b = _orders(ops_a), _orders(ops_b)
     for rank, queue in sorted(queues_a.keys() | queues_b.keys()):
         one, other = queues_a.get((rank, queue), []), queues_b.get((rank, queue), [])
-        for position in range(max(len(one), len(other))):
-            op_a = one[position] if position < len(one) else None
-            op_b = other[position] if position < len(other) else None
+        for position, (op_a, op_b) in enumerate(zip_longest(one, other)):
             if op_a is None or op_b is None or op_a.op != op_b.op:
                 at = op_a.start if op_a is not None else one[-1].end if one else Fraction(0)
                 texts = [None if op is None else str(op.op) for op in (op_a, op_b)]

@@ -96,11 +96,6 @@ def setting_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def settings_text(result: PointResult) -> str:
-    """Values that a point sets, on one line."""
-    return ", ".join(f"{key}={setting_text(value)}" for key, value in result.settings.items())
-
-
 def _render_refusals(refused: Sequence[PointResult], console: Console) -> None:
     """A line for each code or kind of failure, with the first point that has it."""
     groups: dict[tuple[Status, str], list[PointResult]] = {}
@@ -108,7 +103,8 @@ def _render_refusals(refused: Sequence[PointResult], console: Console) -> None:
         groups.setdefault((result.status, result.code or ""), []).append(result)
     for (status, code), group in list(groups.items())[:_MOST_REFUSALS]:
         first = group[0]
-        line = f"{status} {code}".rstrip() + f": {len(group)}; first {settings_text(first)}: {first.message}"
+        settings = ", ".join(f"{key}={setting_text(value)}" for key, value in first.settings.items())
+        line = f"{status} {code}".rstrip() + f": {len(group)}; first {settings}: {first.message}"
         console.print(line, soft_wrap=True, markup=False)
     if len(groups) > _MOST_REFUSALS:
         console.print(f"and {len(groups) - _MOST_REFUSALS} more kinds; `--format json` has them all")

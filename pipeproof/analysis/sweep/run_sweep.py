@@ -121,14 +121,13 @@ class _Run:
                 elif (error := future.exception()) is not None:
                     self.keep(point, failed_point(point, f"{type(error).__name__}: {error}"))
                 else:
-                    self.keep(point, _of_this_version(*future.result()))
+                    version, result = future.result()
+                    if version != __version__:
+                        raise OtherVersionError(
+                            f"a worker has pipeproof {version}, and this is {__version__}: install the same there"
+                        )
+                    self.keep(point, result)
         return lost
-
-
-def _of_this_version(version: str, result: PointResult) -> PointResult:
-    if version != __version__:
-        raise OtherVersionError(f"a worker has pipeproof {version}, and this is {__version__}: install the same there")
-    return result
 
 
 @contextmanager

@@ -104,17 +104,12 @@ def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, 
         laid = laid_over(plan, settings)
         point = Point(settings, laid, digest_of(laid)[:16])
         points.setdefault(point.id, point)
-    _require_known_keys(next(iter(points.values())).plan)
-    return Sweep(plan_file, tuple(values), tuple(points.values()))
-
-
-def _require_known_keys(plan: Mapping[str, Any]) -> None:
-    """Refuse a plan with an unknown key, which every point would report; other errors are results of points."""
-    try:
-        plan_from_dict(plan)
+    try:  # every point would report an unknown key; other errors are results of points
+        plan_from_dict(next(iter(points.values())).plan)
     except PlanFileError as error:
         if unknown := [finding for finding in error.findings if finding.code == "PP102"]:
             raise PlanFileError(*unknown) from None
+    return Sweep(plan_file, tuple(values), tuple(points.values()))
 
 
 def laid_over(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

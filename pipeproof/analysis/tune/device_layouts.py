@@ -42,12 +42,8 @@ class DeviceLayouts:
         analytic = self.data["cost"]["analytic"]
         ranks_per_node = analytic.get("ranks_per_node") or DEVICES[device].ranks_per_node
         self._space = SearchSpace(spec, framework, num_gpus, global_batch, ranks_per_node, fix)
-        self._bounds = Bounds(self.data, spec)
-
-    @property
-    def removed(self) -> Counter[str]:
-        """Counts of what was not tried, by reason."""
-        return self._space.removed
+        self.removed, self._bounds = self._space.removed, Bounds(self.data, spec)
+        self.expected_error = expected_error(device, has_experts=spec.gpt.moe is not None)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield all layouts that divide and that the framework has."""
@@ -61,11 +57,6 @@ class DeviceLayouts:
         """The plan of a layout, as a plan file has it."""
         stages = self._bounds.stages_of(layout)
         return plan_data(self.data, self.framework, layout, None if even_stages(stages) else stages, self._memory_gib)
-
-    @property
-    def expected_error(self) -> float | None:
-        """Mean absolute error of comparable predictions."""
-        return expected_error(self.device, has_experts=self._space.spec.gpt.moe is not None)
 
     def nearest_change(self) -> str | None:
         """The nearest number of devices, or the value that is fixed, with which there is a layout."""

@@ -97,10 +97,6 @@ class LayerLayouts:
         data["model"], data["stages"] = {**self.data["model"], "layers": layers}, stages
         return {**data, **({"cost": cost} if cost else {})}
 
-    def nearest_change(self) -> str | None:
-        """Return None: what is missing is memory, or layers for so many ranks."""
-        return None
-
     def notes(self, layouts: Sequence[Layout]) -> Iterator[str]:
         """Sentences about the rows."""
         if layouts:

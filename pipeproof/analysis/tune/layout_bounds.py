@@ -210,9 +210,10 @@ class Bounds:
         states = counts @ self._states(layout, cell)
         activations = counts @ cell.activations
         peaks = []
-        for stages, (stage, change) in zip(self._bounding_stages(layout), self._changes(layout), strict=True):
+        ranks = self._stages_of_ranks(layout)
+        for rank, (stage, change) in zip(_bounding_ranks(layout.pp), self._changes(layout), strict=True):
             held = np.cumsum(activations[stage] * change)
-            peaks.append(states[stages].sum() + held.max(initial=0.0))
+            peaks.append(states[ranks[rank]].sum() + held.max(initial=0.0))
         return float(max(peaks)) + self._overhead
 
     def _states(self, layout: Layout, cell: _Cell) -> _Times:
@@ -231,30 +232,17 @@ class Bounds:
             return [[rank, 2 * layout.pp - 1 - rank] for rank in range(layout.pp)]
         return [list(range(rank, layout.num_stages, layout.pp)) for rank in range(layout.pp)]
 
-    def _bounding_stages(self, layout: Layout) -> list[list[int]]:
-        """The stages of ``_bounding_ranks``."""
-        ranks = self._stages_of_ranks(layout)
-        return [ranks[rank] for rank in _bounding_ranks(layout.pp)]
-
     def _changes(self, layout: Layout) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         """By rank of ``_bounding_ranks``, the stage of each F and of each B or I of its program, and +1 or -1."""
         key = self._program_key(layout)
         if key not in self._held:
             programs = self._program(layout)
             assert programs is not None
-            self._held[key] = [
-                (
-                    np.array([op.stage for op in program if op.kind is not OpKind.BACKWARD_WEIGHT]),
-                    np.array(
-                        [
-                            1 if op.kind is OpKind.FORWARD else -1
-                            for op in program
-                            if op.kind is not OpKind.BACKWARD_WEIGHT
-                        ]
-                    ),
-                )
-                for program in (programs[rank] for rank in _bounding_ranks(layout.pp))
-            ]
+            self._held[key] = []
+            for rank in _bounding_ranks(layout.pp):
+                ops = [op for op in programs[rank] if op.kind is not OpKind.BACKWARD_WEIGHT]
+                changes = [1 if op.kind is OpKind.FORWARD else -1 for op in ops]
+                self._held[key].append((np.array([op.stage for op in ops]), np.array(changes)))
         return self._held[key]
 
     def _program_key(self, layout: Layout) -> tuple[Any, ...]:

@@ -148,9 +148,6 @@ class PlanLayouts:
             data["cost"] = self._cost(data, layout.num_stages, layout.mbs)
         return data
 
-    def nearest_change(self) -> None:
-        """Return None: the plan itself is a layout."""
-
     def notes(self, layouts: Sequence[Layout]) -> Iterator[str]:
         """Sentences about the times of some layouts, and what they need."""
         declared = self.spec.schedule

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -139,7 +139,7 @@ def tune(
             plan.spec, FRAMEWORKS[framework], device, num_gpus=gpus, global_batch=global_batch,
             memory_gib=memory_gib, fix=fix,
         )  # fmt: skip
-    search = _Search(choices, top, memory_gib, on_progress)
+    search = _Search(choices, top, memory_gib, on_progress or (lambda *_: None))
     search.bound_all()
     number = workers or (1 if gpus is None else cpu_count() or 1)
     with _executor(executor, number) as pool:
@@ -166,9 +166,9 @@ class _Search:
         choices: DeviceLayouts | PlanLayouts | LayerLayouts,
         top: int,
         memory_gib: float | None,
-        on_progress: Progress | None,
+        on_progress: Progress,
     ) -> None:
-        self._choices, self._top, self._on_progress = choices, top, on_progress
+        self._choices, self._top, self._report = choices, top, on_progress
         self._memory_gib = memory_gib
         self._limit_bytes = inf if memory_gib is None else memory_gib * GIB
         self._waiting: list[tuple[Bound, Layout]] = []
@@ -200,7 +200,7 @@ class _Search:
     def _nearest_change(self) -> str | None:
         """The smallest change with which there is a layout, in a sentence."""
         if self._tried == 0:
-            return self._choices.nearest_change()
+            return self._choices.nearest_change() if isinstance(self._choices, DeviceLayouts) else None
         bounds = ((self._choices.bound(layout, inf), layout) for layout in self._choices.layouts())
         peaks = {layout: bound.peak_bytes for bound, layout in bounds if bound is not None}
         peaks |= {self._points[each]: result.details.get("peak_bytes", inf) for each, result in self._done.items()}
@@ -339,10 +339,6 @@ class _Search:
         self._points.setdefault(point.id, layout)
         return point
 
-    def _report(self, task: str, done: int, total: int) -> None:
-        if self._on_progress is not None:
-            self._on_progress(task, done, total)
-
     def _ordered(self, rows: Sequence[str]) -> tuple[list[str], dict[str, float | None]]:
         """Rows by their steps, after the simplest of those that share the fastest one's mesh and are as fast.
 
@@ -433,17 +429,4 @@ def _group(layout: Layout) -> _Group:
 def _executor(executor: Executor | None, number: int) -> AbstractContextManager[Executor]:
     if executor is not None:
         return nullcontext(executor)
-    return _InThisProcess() if number == 1 else own_processes(number)
-
-
-class _InThisProcess(Executor):
-    """An executor that calls at once."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call, and return the finished future."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - as every executor, it gives errors to the future
-            future.set_exception(error)
-        return future
+    return ThreadPoolExecutor(1) if number == 1 else own_processes(number)

@@ -151,11 +151,10 @@ def _figure_names(result: TuneResult) -> list[str]:
 
 
 def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
-    if result.present is None:
-        yield _step_text(row, result)
-    else:
+    error = result.expected_error
+    yield time_text(row.step * 10**6) + ("" if error is None else f" +-{error:.1%}")
+    if result.present is not None:
         now = result.present.step_us
-        yield _step_text(row, result)
         yield "" if now is None else f"{float(1 - row.step * 10**6 / now):.1%}"
     if result.device is not None:
         yield f"{row.tokens_per_s_per_gpu:,.0f}"
@@ -164,11 +163,6 @@ def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
     yield size_text(row.peak_gib * GIB)
     yield f"{row.parts_s['bubble'] / row.step_s:.1%}"
     yield f"{row.parts_s['communication'] / row.step_s:.1%}"
-
-
-def _step_text(row: TuneRow, result: TuneResult) -> str:
-    error = result.expected_error
-    return time_text(row.step * 10**6) + ("" if error is None else f" +-{error:.1%}")
 
 
 def _cell(value: object) -> str:

@@ -24,7 +24,6 @@ from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.exec.measure.installed_backends import (
     INSTALLED_BY,
     installed_version,
-    transformers_version,
     untested_versions,
 )
 from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
@@ -312,9 +311,7 @@ def _versions(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
     versions = {
         "pipeproof": pipeproof.__version__,
         "python": platform.python_version(),
-        "paddle": installed_version("paddle") or "not installed",
-        "torch": installed_version("torch") or "not installed",
-        "transformers": transformers_version() or "not installed",
+        **{name: installed_version(name) or "not installed" for name in ("paddle", "torch", "transformers")},
         "numpy": np.__version__,
         "platform": platform.platform(),
         "cores": str(num_cores()),

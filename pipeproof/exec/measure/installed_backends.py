@@ -26,9 +26,9 @@ INSTALLED_BY: Mapping[str, Installation] = MappingProxyType(
 )
 
 
-def installed_version(backend: str) -> str:
-    """Version of the first distribution of a backend that is installed; empty without one."""
-    for distribution in INSTALLED_BY[backend].distributions:
+def installed_version(name: str) -> str:
+    """Version of the first distribution of a backend, or of another package, that is installed; empty without one."""
+    for distribution in INSTALLED_BY[name].distributions if name in INSTALLED_BY else (name,):
         try:
             return version(distribution)
         except PackageNotFoundError:
@@ -70,14 +70,6 @@ def untested_versions(installed: Mapping[str, str]) -> list[str]:
             names = ", ".join(f"{major}.{minor}" for major, minor in tested)
             sentences.append(f"{name} {own} is untested: pipeproof's tests ran with {names}")
     return sentences
-
-
-def transformers_version() -> str:
-    """The installed version; empty without it."""
-    try:
-        return version("transformers")
-    except PackageNotFoundError:
-        return ""
 
 
 def _minor(text: str) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from pipeproof.exec.rank.op_log import ChannelTransfers
 from pipeproof.interop.traces.recorder import CallSink
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.op_table import Channel, OpGraph
-from pipeproof.schedule.ops import TRANSFER_KINDS, Op
+from pipeproof.schedule.ops import TRANSFER_KINDS
 
 
 class PlanRing:
@@ -108,10 +108,17 @@ class PlanRing:
         return RingWorld(world, self)
 
     def _mark(self, op_id: int) -> dict[str, Any]:
+        """Return the text of an operation, its stage and micro-batch, and the direction of a transfer."""
         mark = self._marks.get(op_id)
         if mark is None:
             op = self._graph.ops[op_id]
-            mark = self._marks[op_id] = _mark_of(op)
+            about = op if op.target is None else op.target
+            mark = self._marks[op_id] = {
+                "plan_op": str(op),
+                "stage": about.stage,
+                "micro_batch": NONE if about.micro_batch is None else about.micro_batch,
+                "kind": ("F" if op.is_forward else "B") if op.kind in TRANSFER_KINDS else "",
+            }
         return mark
 
 
@@ -142,14 +149,6 @@ class RingWorld:
             index: (RingSliceCollectives if isinstance(each, SliceCollectives) else RingCollectives)(each, index, ring)
             for index, each in world.collectives.items()
         }
-
-
-def _mark_of(op: Op) -> dict[str, Any]:
-    """Return the text of an operation, its stage and micro-batch, and the direction of a transfer."""
-    about = op if op.target is None else op.target
-    kind = ("F" if op.is_forward else "B") if op.kind in TRANSFER_KINDS else ""
-    micro_batch = NONE if about.micro_batch is None else about.micro_batch
-    return {"plan_op": str(op), "stage": about.stage, "micro_batch": micro_batch, "kind": kind}
 
 
 class MessageRecord(Protocol):

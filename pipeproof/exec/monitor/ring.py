@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 import struct
 import threading
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from typing import Any, Final
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
+from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, read_foreign
 
 MAGIC: Final = b"PPRING03"
@@ -193,9 +195,7 @@ class RingWriter:
         OSError: the file cannot be created.
     """
 
-    def __init__(
-        self, path: Path, rank: int, num_ranks: int, framework: str, *, identity: Identity, now_ns: int, capacity: int
-    ) -> None:
+    def __init__(self, path: Path, rank: int, num_ranks: int, framework: str, *, now_ns: int, capacity: int) -> None:
         size = HEADER_BYTES + STRINGS_BYTES + capacity * RECORD_BYTES
         new = path.with_name(f".{path.name}.{os.getpid()}")
         with new.open("w+b") as file:
@@ -207,11 +207,10 @@ class RingWriter:
         self._strings: dict[str, int] = {"": 0}
         self._strings_used = 2
         self._lock = threading.Lock()
+        process = ProcessId.own()
         _IDENTITY.pack_into(
-            self._memory, 0, MAGIC, RECORD_BYTES, capacity, STRINGS_BYTES, identity.pid, rank, num_ranks, now_ns,
-            *(text.encode()[:width] for text, width in (
-                (identity.process_start, 32), (identity.host, 64), (identity.boot_id, 64), (framework, 64),
-            )),
+            self._memory, 0, MAGIC, RECORD_BYTES, capacity, STRINGS_BYTES, process.pid, rank, num_ranks, now_ns,
+            *(text.encode() for text in (process.started, socket.gethostname(), boot_id(), framework)),
         )  # fmt: skip
         self.pulse(now_ns, 0)
         new.replace(path)  # it appears when it can be read
@@ -312,16 +311,6 @@ class RingWriter:
         raw = text.encode(errors="replace")[: _TEXT_BYTES - _TEXT.size]
         self._memory[at + _TEXT.size : at + _TEXT.size + len(raw)] = raw
         _TEXT.pack_into(self._memory, at, now_ns, len(raw))
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A process of a host: its number, its start, the host's name and the identity of the host's kernel."""
-
-    pid: int
-    process_start: str
-    host: str
-    boot_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
@@ -24,13 +23,11 @@ from pipeproof.exec.monitor.ring import (
     CAPACITY,
     OP_NUMBERS,
     End,
-    Identity,
     OpState,
     RingGroup,
     RingWriter,
     group_text,
 )
-from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.interop.traces.message_hooks import GroupCalls
 from pipeproof.interop.traces.recorder import Call, CallSink, is_library
 
@@ -71,13 +68,9 @@ class RingRecorder(CallSink):
         if capacity < 1:
             raise ValueError(f"a ring keeps at least 1 operation, not {capacity}")
         directory.mkdir(parents=True, exist_ok=True)
-        process = ProcessId.own()
         self.path = directory / f"rank_{rank}.ring"
         self.rank = rank
-        self._ring = RingWriter(
-            self.path, rank, num_ranks, framework, now_ns=time.time_ns(), capacity=capacity,
-            identity=Identity(process.pid, process.started, socket.gethostname(), boot_id()),
-        )  # fmt: skip
+        self._ring = RingWriter(self.path, rank, num_ranks, framework, now_ns=time.time_ns(), capacity=capacity)
         self._lock = threading.RLock()
         self._only, self._marker, self._shared, self._capacity = only, marker, shared, capacity
         self._groups: dict[str, tuple[int, str]] = {}
@@ -222,9 +215,10 @@ class RingRecorder(CallSink):
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
-        text = "" if error is None else f"{type(error).__name__}: {error}{_raised_at(error.__traceback__)}"
-        if not self._has_raised:
-            self._ring.end(End.ENDED if error is None else End.RAISED, text, time.time_ns())
+        if error is None and not self._has_raised:
+            self._ring.end(End.ENDED, "", time.time_ns())
+        elif error is not None and not self._has_raised:
+            self.raised(error)
         self._ring.pulse(time.time_ns(), time.process_time_ns())
 
     def raised(self, error: BaseException) -> None:

@@ -53,11 +53,6 @@ class ArrivalFault:
     lost: tuple[ElementRange, ...] = ()
     foreign: tuple[ElementRange, ...] = ()
 
-    @property
-    def is_of_layout(self) -> bool:
-        """True if the messages are correct, but together do not match the receiver's layout."""
-        return self.num_elements > 0
-
 
 @dataclass(slots=True)
 class ArrivalChecks:
@@ -81,7 +76,7 @@ def findings_of(faults: Sequence[ArrivalFault]) -> tuple[Finding, ...]:
     by_channel: dict[tuple[int, str], list[ArrivalFault]] = {}
     by_boundary: dict[str, list[ArrivalFault]] = {}
     for fault in faults:
-        if fault.is_of_layout:
+        if fault.num_elements:  # the messages are correct, but together do not match the receiver's layout
             by_boundary.setdefault(fault.where, []).append(fault)
         else:
             by_channel.setdefault((fault.rank, fault.where), []).append(fault)

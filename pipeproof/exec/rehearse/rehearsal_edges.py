@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -121,9 +121,7 @@ class Edge:
             "channel": self.channel,
             "source": self.source,
             "destination": self.destination,
-            "latency_us": self.link.latency_us,
-            "bandwidth": self.link.bandwidth,
-            "residual": self.link.residual,
+            **asdict(self.link),
             "messages": [message.model_dump(mode="json", by_alias=True) for message in self.messages],
         }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -74,11 +74,11 @@ class RehearsalStage:
         """Do nothing: gradients have no values."""
 
 
+@dataclass(frozen=True)
 class RehearsalWeightGradients:
-    """Deferred weight gradients of one work item; ``compute`` issues what the graph has for them."""
+    """Deferred weight gradients of one work item; ``accumulate`` issues what the graph has for them."""
 
-    def __init__(self, compute: Callable[[], None]) -> None:
-        self.accumulate = compute
+    accumulate: Callable[[], None]
 
 
 class RehearsalRouters:

@@ -63,7 +63,7 @@ class RehearsalChannels:
     """Channels of one rank; a ``Channels``."""
 
     def __init__(self, channels: Channels, arrays: RehearsalArrays, arrivals: Arrivals) -> None:
-        self._channels, self._arrays, self._arrivals = channels, arrays, arrivals
+        self._channels, self._arrays, self._arrivals, self.close = channels, arrays, arrivals, channels.close
 
     def post(
         self, channel: Channel, buffer: RehearsalTensor, after: Sequence[RehearsalTransfer] = ()
@@ -78,10 +78,6 @@ class RehearsalChannels:
         op_id = self._arrivals.transfers.next(channel)
         is_send = self._arrivals.graph.ops[op_id].kind in SEND_KINDS
         return RehearsalTransfer(moved, buffer, None if is_send else lambda: self._arrivals.arrived(op_id, tensor))
-
-    def close(self) -> None:
-        """End the threads of the channels."""
-        self._channels.close()
 
 
 class RehearsalSliceChannels(RehearsalChannels):
