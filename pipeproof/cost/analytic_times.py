@@ -181,19 +181,13 @@ class AnalyticCosts:
         by_kind = {kind: self.layer(described[kind]) for kind in set(kinds.values())}
         stages = list[dict[Phase, PhaseTime]]()
         for number, names in enumerate(stage_layers(self._plan)):
-            counts = Counter(kinds[name] for name in names)
-            stages.append(
-                {
-                    phase: sum(
-                        (by_kind[kind][phase].times(n) for kind, n in counts.items()),
-                        PhaseTime(host_us=self.num_splits * self.host_around_us(phase, names, is_first=number == 0)),
-                    )
-                    for phase in Phase
-                }
-            )
-        for stage, names in zip(stages, stage_layers(self._plan), strict=True):
-            for phase in (Phase.FORWARD, Phase.INPUT):
-                stage[phase] += PhaseTime(copies_us=self._copies_us(names))
+            counts, copies_us = Counter(kinds[name] for name in names), self._copies_us(names)
+            stage = {}
+            for phase in Phase:
+                host_us = self.num_splits * self.host_around_us(phase, names, is_first=number == 0)
+                around = PhaseTime(host_us=host_us, copies_us=_ZERO if phase is Phase.WEIGHT else copies_us)
+                stage[phase] = sum((by_kind[kind][phase].times(n) for kind, n in counts.items()), around)
+            stages.append(stage)
         return tuple(stages)
 
     def host_around_us(self, phase: Phase, names: Sequence[str], *, is_first: bool) -> Fraction:

@@ -6,8 +6,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -176,8 +175,7 @@ def rounding_bound(dtype: str, noise: float = 0.0) -> float:
     return roundings * eps + growth * noise
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
+class Distance(NamedTuple):
     """Distance of two tensors in ulps and relative to the largest element, and the distance that rounding can make.
 
     Records of any program and ``Pipeline.compare`` call a difference within ``bound``, which is relative, rounding.

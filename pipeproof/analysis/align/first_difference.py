@@ -263,11 +263,10 @@ class TensorComparison:
             return CheckedPair(pair, self._by_norms(a, b))
         if x.others or y.others:
             return CheckedPair(pair, Verdict.DIFFERENT)
-        deviation = distance(
+        ulps, relative, bound = distance(
             x.whole, y.whole, a.dtype, self._noise,
             lambda: surroundings.cancellation(b, y.whole) if a.parameter else 1.0,
         )  # fmt: skip
-        ulps, relative, bound = deviation.ulps, deviation.relative, deviation.bound
         if ulps == 0 and (not a.md5 or not b.md5 or is_fast(a.md5) != is_fast(b.md5)):
             return CheckedPair(pair, Verdict.EQUAL_BITS)
         if not self._tolerance.bitwise and self._tolerance.allows(ulps, relative):

@@ -10,7 +10,7 @@ from typing import Any
 from pipeproof.analysis.tune.frameworks import Framework
 from pipeproof.analysis.tune.layout_bounds import Bounds, even_stages
 from pipeproof.analysis.tune.layout_plans import base_data, plan_data, require_tunable
-from pipeproof.analysis.tune.layouts import Bound, Layout, SearchSpace
+from pipeproof.analysis.tune.layouts import Layout, SearchSpace
 from pipeproof.cost.devices import DEVICES, expected_error
 from pipeproof.specs.plan import PlanSpec
 
@@ -43,15 +43,8 @@ class DeviceLayouts:
         ranks_per_node = analytic.get("ranks_per_node") or DEVICES[device].ranks_per_node
         self._space = SearchSpace(spec, framework, num_gpus, global_batch, ranks_per_node, fix)
         self.removed, self._bounds = self._space.removed, Bounds(self.data, spec)
+        self.layouts, self.bound = self._space.layouts, self._bounds.of
         self.expected_error = expected_error(device, has_experts=spec.gpt.moe is not None)
-
-    def layouts(self) -> Iterator[Layout]:
-        """Yield all layouts that divide and that the framework has."""
-        return self._space.layouts()
-
-    def bound(self, layout: Layout, limit_bytes: float) -> Bound | None:
-        """Lower bounds of a layout; None if its schedule does not exist for its sizes."""
-        return self._bounds.of(layout, limit_bytes)
 
     def plan_of(self, layout: Layout) -> dict[str, Any]:
         """The plan of a layout, as a plan file has it."""

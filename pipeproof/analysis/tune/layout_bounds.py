@@ -80,14 +80,6 @@ class _Cell:
         """The kinds of layers."""
         return tuple(self.costs.layers)
 
-    @property
-    def times(self) -> _Times:
-        """Microseconds of the phases F, I and W on the device, there without collectives, and on the host.
-
-        The shape is [3 phases, 3 times, kinds].
-        """
-        return self.costs.times[self.recompute]
-
 
 class _CellCosts:
     """Times of one layer of each kind, for each value of ``memory.recompute``."""
@@ -99,7 +91,10 @@ class _CellCosts:
 
     @cached_property
     def times(self) -> Mapping[str, _Times]:
-        """By recomputation, what ``_Cell.times`` has."""
+        """By recomputation, microseconds of F, I and W on the device, there without collectives, and on the host.
+
+        The shape is [3 phases, 3 times, kinds].
+        """
         recomputes = get_args(Recompute)
         by_layer = [self._costs.layer_by_recompute(layer, recomputes) for layer in self.layers.values()]
         return {
@@ -159,7 +154,7 @@ class Bounds:
                 return self._cuts[key]
             else:
                 cell = self._cell(layout)
-                device, alone, _ = cell.times.sum(axis=0)
+                device, alone, _ = cell.costs.times[cell.recompute].sum(axis=0)
                 by_kind = dict(zip(cell.kinds, device if layout.overlap == "none" else alone, strict=True))
                 times = {name: by_kind[kind] for name, kind in self._kind_of.items()}
             self._cuts[key] = balanced_cut(self._spec, times, layout.num_stages)
@@ -185,7 +180,7 @@ class Bounds:
 
     def _step_us(self, layout: Layout, cell: _Cell, counts: _Times) -> float:
         is_split = layout.kind in _SPLIT_BACKWARD
-        device, alone, host = np.einsum("sk,pwk->wps", counts, cell.times)
+        device, alone, host = np.einsum("sk,pwk->wps", counts, cell.costs.times[cell.recompute])
         whole = np.maximum(device, host)
         forward, backward_input, weight = alone if is_split else whole
         updates = counts @ cell.costs.update_us

@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -205,15 +206,6 @@ class DoctorReport:
         return self.device == "gpu" and any(facts.get("gpus") == "1" for facts in self.facts)
 
 
-@dataclass(slots=True)
-class _Measured:
-    """Measurements and problems of a backend's processes so far."""
-
-    rows: list[RowResult] = field(default_factory=list)
-    facts: list[Mapping[str, str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 def run_doctor(
     keys: Collection[str] | None = None,
     backend: str = "paddle",
@@ -230,27 +222,31 @@ def run_doctor(
         asks_devices: whether two processes report their device and compute a known product.
     """
     table = backend_table(backend, device)
-    measured = _Measured()
+    rows, facts, problems = list[RowResult](), list[Mapping[str, str]](), list[str]()
     name, extra = INSTALLED_BY[backend].name, INSTALLED_BY[backend].extra
     if importlib.util.find_spec(backend) is None:
         fix = install_extra(extra)
-        measured.problems.append(f"{name} is not installed, so plans cannot be run on it: {fix}")
+        problems.append(f"{name} is not installed, so plans cannot be run on it: {fix}")
     elif not CAN_START_RANKS:
-        measured.problems.append(f"Transports are measured on Linux, and this system is {sys.platform}: nothing was.")
+        problems.append(f"Transports are measured on Linux, and this system is {sys.platform}: nothing was.")
     else:
         try:
-            _measure(measured, table, lambda: backend_pair(backend, device), keys, asks_devices=asks_devices)
+            make_world = partial(backend_pair, backend, device)
+            if asks_devices:
+                problems += _ask_devices(make_world, facts)
+            rows += check_backend(table, make_world, keys=keys, timeout_s=PROBE_TIMEOUT_S)
+            problems += [_difference(table, row) for row in rows if not row.ok]
         except BackendStartError as error:
             fix = "" if device == "cpu" else f" Use --on cpu, or a machine with a GPU and a build of {name} for it."
-            measured.problems.append(f"Two processes could not be connected by {table.name}: {error}.{fix}")
+            problems.append(f"Two processes could not be connected by {table.name}: {error}.{fix}")
     report = DoctorReport(
         backend=table.name,
-        versions=_versions(measured.facts),
-        rows=measured.rows,
+        versions=_versions(facts),
+        rows=rows,
         not_measured=[row for row in table.rows() if not row.probed],
-        problems=measured.problems,
+        problems=problems,
         device=device,
-        facts=measured.facts,
+        facts=facts,
     )
     return _with_notes(report, name)
 
@@ -260,29 +256,18 @@ def device_facts(end: Endpoint) -> Any:
     return end.facts()  # type: ignore[attr-defined]  # endpoints built on the adapter have it
 
 
-def _measure(
-    measured: _Measured,
-    table: BackendTable,
-    make_world: Callable[[], AbstractContextManager[World]],
-    keys: Collection[str] | None,
-    *,
-    asks_devices: bool,
-) -> None:
-    """Ask for facts in one world, and measure the rows of the table in others."""
-    if asks_devices:
-        with make_world() as world:
-            outcomes = world.run(device_facts, _FACTS_TIMEOUT_S)
-            measured.facts = [outcome.value for outcome in outcomes if outcome.kind == "returned"]
-            measured.problems += sorted({facts["kernels"] for facts in measured.facts if facts.get("kernels")})
-            silent = "; ".join(
-                f"rank {rank} {outcome.kind}{f': {outcome.detail}' if outcome.detail else ''}"
-                for rank, outcome in enumerate(outcomes)
-                if outcome.kind != "returned"
-            )
-            if silent:
-                measured.problems.append(f"A process did not report its device: {silent}.")
-    measured.rows = check_backend(table, make_world, keys=keys, timeout_s=PROBE_TIMEOUT_S)
-    measured.problems += [_difference(table, row) for row in measured.rows if not row.ok]
+def _ask_devices(make_world: Callable[[], AbstractContextManager[World]], facts: list[Mapping[str, str]]) -> list[str]:
+    """Add the facts of two ranks about their devices, and return the problems with them."""
+    with make_world() as world:
+        outcomes = world.run(device_facts, _FACTS_TIMEOUT_S)
+    facts += [outcome.value for outcome in outcomes if outcome.kind == "returned"]
+    silent = "; ".join(
+        f"rank {rank} {outcome.kind}{f': {outcome.detail}' if outcome.detail else ''}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome.kind != "returned"
+    )
+    problems = sorted({each["kernels"] for each in facts if each.get("kernels")})
+    return [*problems, f"A process did not report its device: {silent}."] if silent else problems
 
 
 def _with_notes(report: DoctorReport, name: str) -> DoctorReport:

@@ -16,7 +16,7 @@ time: a network moves a large message slowly, and a first call makes connections
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -262,18 +262,11 @@ def check_job(
         ended = all(rank.state is ProcessState.ENDED for rank in job.ranks) and not job.missing
         status = Status.ENDED if ended else Status.RUNNING
         return Verdict(status, Kind.NONE, (), waits, (), (), states, job.missing)
+    positions = [job.by_rank[rank].plan_position(job.now_ns) for rank in failure.causes if rank in job.by_rank]
     return Verdict(
         failure.status, failure.kind, failure.causes, waits, tuple(failure.findings), failure.reasons, states,
-        job.missing, tuple(_plan_positions(job, failure.causes)),
+        job.missing, tuple(filter(None, positions)),
     )  # fmt: skip
-
-
-def _plan_positions(job: JobNow, causes: Sequence[int]) -> Iterator[str]:
-    """Return where the ranks of a cause are in the plan that pipeproof executes; nothing for other jobs."""
-    for now in (job.by_rank[rank] for rank in causes if rank in job.by_rank):
-        position = now.plan_position(job.now_ns)
-        if position:
-            yield position
 
 
 def follow_waits(

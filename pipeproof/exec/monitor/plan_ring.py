@@ -15,7 +15,6 @@ from typing import Any, Protocol, Self, cast
 from pipeproof.exec.monitor.ring_recorder import DIRECTORY_VARIABLE, RingRecorder, active_recorder
 from pipeproof.exec.rank.framework_protocol import (
     Arrays,
-    AsyncCollectives,
     BegunCollective,
     Channels,
     Collectives,
@@ -146,7 +145,9 @@ class RingWorld:
         moves_slices = isinstance(world.channels, SliceChannels)
         self.channels: Channels = (RingSliceChannels if moves_slices else RingChannels)(world.channels, ring)
         self.collectives: Mapping[int, Collectives] = {
-            index: (RingSliceCollectives if isinstance(each, SliceCollectives) else RingCollectives)(each, index, ring)
+            index: (RingSliceCollectives if isinstance(each, SliceCollectives) else RingCollectives)(
+                each, index, ring, each.ranks
+            )
             for index, each in world.collectives.items()
         }
 
@@ -210,67 +211,49 @@ class RingSliceChannels(RingChannels):
 class RingCollectives:
     """Collectives over one group, each written into the ring; a ``Collectives``."""
 
-    def __init__(self, collectives: Collectives, group: int, ring: PlanRing) -> None:
-        self.ranks = collectives.ranks
+    def __init__(self, collectives: Any, group: int, ring: PlanRing, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
         self._collectives, self._group, self._ring = collectives, group, ring
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tensors of all members, see ``Collectives.all_gather``."""
-        with self._written("all_gather", tensor):
-            return self._collectives.all_gather(tensor, dim)
+        return self._call("all_gather", tensor, self._collectives.all_gather, dim)
 
     def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
         """Return the sum or maximum, see ``Collectives.reduce``."""
-        with self._written("all_reduce", tensor):
-            return self._collectives.reduce(tensor, reduction)
+        return self._call("all_reduce", tensor, self._collectives.reduce, reduction)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this member's part of the sum, see ``Collectives.reduce_scatter``."""
-        with self._written("reduce_scatter", tensor):
-            return self._collectives.reduce_scatter(tensor, dim)
+        return self._call("reduce_scatter", tensor, self._collectives.reduce_scatter, dim)
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Exchange rows, see ``Collectives.exchange``."""
-        with self._written("all_to_all", rows):
-            return self._collectives.exchange(rows, send, receive)
+        return self._call("all_to_all", rows, self._collectives.exchange, send, receive)
 
     @property
     def begun(self) -> RingBegunCollectives:
         """The collectives of a group that can be begun, written into the ring."""
-        return RingBegunCollectives(cast("OverlappedCollectives", self._collectives).begun, self._group, self._ring)
+        begun = cast("OverlappedCollectives", self._collectives).begun
+        return RingBegunCollectives(begun, self._group, self._ring, self.ranks)
 
-    @contextmanager
-    def _written(self, op: str, tensor: Tensor) -> Iterator[None]:
+    def _call(self, op: str, tensor: Tensor, call: Callable[..., Any], *args: Any) -> Any:
         recorder = self._ring.recorder
         number = self._ring.issue_collective(op, self._group, tensor)
         with recorder.issuing(number):
-            yield
+            result = call(tensor, *args)
         recorder.done((number,))
+        return result
 
 
-class RingBegunCollectives:
-    """Collectives over one group that the rank waits for later, each written into the ring; an ``AsyncCollectives``."""
+class RingBegunCollectives(RingCollectives):
+    """The same of collectives that the rank waits for later: each returns a ``RingBegun``; an ``AsyncCollectives``."""
 
-    def __init__(self, collectives: AsyncCollectives, group: int, ring: PlanRing) -> None:
-        self._collectives, self._group, self._ring = collectives, group, ring
-
-    def all_gather(self, tensor: Tensor, dim: int) -> RingBegun:
-        """Begin ``Collectives.all_gather``."""
-        return self._written("all_gather", tensor, lambda: self._collectives.all_gather(tensor, dim))
-
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> RingBegun:
-        """Begin ``Collectives.reduce_scatter``."""
-        return self._written("reduce_scatter", tensor, lambda: self._collectives.reduce_scatter(tensor, dim))
-
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> RingBegun:
-        """Begin ``Collectives.exchange``."""
-        return self._written("all_to_all", rows, lambda: self._collectives.exchange(rows, send, receive))
-
-    def _written(self, op: str, tensor: Tensor, begin: Callable[[], BegunCollective]) -> RingBegun:
+    def _call(self, op: str, tensor: Tensor, call: Callable[..., Any], *args: Any) -> RingBegun:
         recorder = self._ring.recorder
         number = self._ring.issue_collective(op, self._group, tensor)
         with recorder.issuing(number):
-            begun = begin()
+            begun = call(tensor, *args)
         recorder.issued(number)
         return RingBegun(begun, number, recorder)
 
@@ -295,5 +278,5 @@ class RingSliceCollectives(RingCollectives):
 
     def gather_slices(self, part: Slice) -> Tensor:
         """Gather slices, see ``SliceCollectives.gather_slices``."""
-        with self._written("all_gather", whole_of(part)[0]):
-            return cast("SliceCollectives", self._collectives).gather_slices(part)
+        gather = cast("SliceCollectives", self._collectives).gather_slices
+        return self._call("all_gather", whole_of(part)[0], lambda _: gather(part))

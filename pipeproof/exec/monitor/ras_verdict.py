@@ -115,20 +115,19 @@ def _counts(status: RasStatus) -> dict[tuple[str, int], dict[str, int]]:
 def _broken(before: RasStatus, numbers: _Numbers) -> tuple[Kind, tuple[int, ...], Finding] | None:
     """Return what is wrong with processes themselves: dead, without an answer in both looks, with an error."""
     silent_before = {(number, rank.pid) for number, rank in _Numbers(before).ranks() if rank.is_silent}
-    dead = {number: rank for number, rank in numbers.ranks() if rank.is_dead}
-    failed = {number: rank for number, rank in numbers.ranks() if rank.error}
-    silent = {
-        number: rank for number, rank in numbers.ranks() if rank.is_silent and (number, rank.pid) in silent_before
-    }  # fmt: skip
-    if dead:
-        lines = [f"{_name(number, rank)} is dead: NCCL has not reached it for 60 s" for number, rank in dead.items()]
-        return Kind.KILLED, tuple(sorted(dead)), RANK_FAILED.finding("\n".join(lines))
-    if failed:
-        lines = [f"{_name(number, rank)} reported {rank.error}" for number, rank in failed.items()]
-        return Kind.RAISED, tuple(sorted(failed)), RANK_FAILED.finding("\n".join(lines))
-    if silent:
-        lines = [f"{_name(number, rank)} did not answer to two questions of NCCL" for number, rank in silent.items()]
-        return Kind.STOPPED, tuple(sorted(silent)), RANK_STOPPED.finding("\n".join(lines))
+    lines: dict[Kind, dict[int, str]] = {Kind.KILLED: {}, Kind.RAISED: {}, Kind.STOPPED: {}}
+    for number, rank in numbers.ranks():
+        name = _name(number, rank)
+        if rank.is_dead:
+            lines[Kind.KILLED][number] = f"{name} is dead: NCCL has not reached it for 60 s"
+        if rank.error:
+            lines[Kind.RAISED][number] = f"{name} reported {rank.error}"
+        if rank.is_silent and (number, rank.pid) in silent_before:
+            lines[Kind.STOPPED][number] = f"{name} did not answer to two questions of NCCL"
+    for kind, by_rank in lines.items():
+        if by_rank:
+            code = RANK_STOPPED if kind is Kind.STOPPED else RANK_FAILED
+            return kind, tuple(sorted(by_rank)), code.finding("\n".join(by_rank.values()))
     return None
 
 

@@ -10,6 +10,7 @@ is behind another one on its own device waits for that one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph
@@ -143,12 +144,9 @@ def ring_entry(rank: int, index: int, op: RingOp) -> Entry:
 
 def _sizes(op: RingOp, num_elements: int) -> tuple[tuple[int, ...], ...]:
     """Return the shape of the only tensor where it is known to be the only one, else one flat shape of all elements."""
-    num_first = 1
-    for size in op.shape:
-        num_first *= size
     if not num_elements:
         return ()
-    return (op.shape if op.shape and num_first == num_elements else (num_elements,),)
+    return (op.shape if op.shape and prod(op.shape) == num_elements else (num_elements,),)
 
 
 def location_of(at: str) -> Location | None:
