@@ -152,6 +152,7 @@ class Follows:
 
 
 _MATCHING = ("PP301", "PP302")
+_PLACED = ("PP122", "PP123", *_MATCHING)
 
 FOLLOWS: tuple[Follows, ...] = (
     # A stage that a rank takes from its owner is missing there.
@@ -162,10 +163,7 @@ FOLLOWS: tuple[Follows, ...] = (
     # A FIFO matches by position: a missing end shifts all later messages, and a block in another order is one fault.
     Follows("PP302", ("PP301", "PP302"), same_fault_of_a_channel),
     # Both ends of a pair that is no pair differ in what they carry, too.
-    Follows("PP303", ("PP302",), same_operation),
-    Follows("PP304", ("PP302",), same_operation),
-    Follows("PP305", ("PP302",), same_operation),
-    Follows("PP311", ("PP302",), same_operation),
+    *(Follows(code, ("PP302",), same_operation) for code in ("PP303", "PP304", "PP305", "PP311")),
     # An announcement that is missing, or meets another, announces the wrong tensor.
     Follows("PP313", _MATCHING, same_operation),
     # Exchanged transfers, computations or collectives let ranks wait for each other.
@@ -180,17 +178,13 @@ FOLLOWS: tuple[Follows, ...] = (
     # What a computation that is left out would have used is received, and not waited for.
     Follows("PP505", ("PP121",), same_input),
     # Buffers: what is computed, sent, received or waited for at the wrong place, or twice, is read and written there.
-    Follows("PP501", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
-    Follows("PP502", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
-    Follows("PP503", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
-    Follows("PP506", ("PP121", "PP122", "PP123", *_MATCHING, "PP306"), same_operation),
-    Follows("PP507", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
-    Follows("PP508", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
-    Follows("PP509", ("PP122", "PP123", *_MATCHING), same_operation),
+    *(Follows(code, (*_PLACED, "PP505"), same_operation) for code in ("PP501", "PP502", "PP503", "PP507", "PP508")),
+    Follows("PP506", ("PP121", *_PLACED, "PP306"), same_operation),
+    Follows("PP509", _PLACED, same_operation),
     # Weights that are written late, or not gathered at all, are read too early by every computation.
     Follows("PP506", ("PP506",), same_operation),
     # So is its result, and what it adds to a sum.
-    Follows("PP510", ("PP122", "PP123", *_MATCHING), same_operation),
+    Follows("PP510", _PLACED, same_operation),
     Follows("PP514", ("PP122",), same_operation),
     # What comes before its writer is also sent, or received into, too early.
     Follows("PP501", ("PP506",), same_operation),

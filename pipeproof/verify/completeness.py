@@ -179,14 +179,14 @@ _MUST_PRECEDE = ((_F, _B), (_F, _I), (_I, _W))
 def _check_order(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
     home: dict[int, int] = {}
-    for exchange in exchanges(subject):
-        one, other = graph.ops[exchange.first], graph.ops[exchange.second]
-        home |= {exchange.first: exchange.second, exchange.second: exchange.first}
+    for first_op, second_op, transfers in exchanges(subject):
+        one, other = graph.ops[first_op], graph.ops[second_op]
+        home |= {first_op: second_op, second_op: first_op}
         yield ORDER.finding(
-            f"{subject.coords_text(int(graph.rank[exchange.first]))} runs {one} in the place of {other}, and "
+            f"{subject.coords_text(int(graph.rank[first_op]))} runs {one} in the place of {other}, and "
             f"{other} in that of {one}: the transfers around them are those of the other",
             help=f"exchange {one} and {other}",
-            witness=subject.witness(exchange.first, exchange.second, *exchange.transfers),
+            witness=subject.witness(first_op, second_op, *transfers),
         )
     late: list[tuple[int, int]] = []
     for index, (earlier, later) in enumerate(_MUST_PRECEDE):
@@ -338,13 +338,8 @@ _TRANSFERS = {
 """By kind of a computation: the transfer that brings its input, and the one that takes its output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Two computations in each other's places, as op ids in program order, and the transfers that show it."""
-
-    first: int
-    second: int
-    transfers: tuple[int, ...]
+Exchange = tuple[int, int, list[int]]
+"""Two computations in each other's places, as op ids in program order, and the transfers that show it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,9 +385,9 @@ def exchanges(subject: Subject) -> list[Exchange]:
                 if any(end in faults[int(graph.channel[end])].block_of for end in ends):
                     continue  # the transfers are in each other's places, and the peer's are not: PP302 speaks
                 shown = [end for end in ends if first < end < second]
-                result.append(Exchange(first, second, tuple(sorted(shown))))
+                result.append((first, second, sorted(shown)))
                 done |= {row, other}
-    return sorted(result, key=lambda exchange: exchange.first)
+    return sorted(result)
 
 
 def _out_of_place(subject: Subject) -> Iterator[tuple[_Places, int]]:

@@ -81,6 +81,14 @@ OVER_BUDGET = RuleDoc(
     wrong="memory: {budget_gib: 0.0001}",
     right="memory: {budget_gib: 1}",
 )
+
+
+def _of_program(first: str) -> str:
+    programs = f"[{first}, ['1F0', '1F1', '1B0', '1B1']]"
+    schedule = f"{{kind: custom, num_micro_batches: 2, programs: {programs}}}"
+    return f"topology: {{pp: 2}}\nschedule: {schedule}\nmemory: {{budget_gib: 1}}"
+
+
 NOT_CHECKED = RuleDoc(
     code="PP702",
     title="the memory budget was not checked",
@@ -89,18 +97,8 @@ NOT_CHECKED = RuleDoc(
         "The plan has a `memory.budget_gib`, but its step cannot be simulated to its end, so that its memory use is "
         "unknown. The rules on matching and deadlock report the cause."
     ),
-    wrong=(
-        "topology: {pp: 2}\n"
-        "schedule: {kind: custom, num_micro_batches: 2, programs: [['0F0', '0B0', '0F1', '0B1'], "
-        "['1F0', '1F1', '1B0', '1B1']]}\n"
-        "memory: {budget_gib: 1}"
-    ),
-    right=(
-        "topology: {pp: 2}\n"
-        "schedule: {kind: custom, num_micro_batches: 2, programs: [['0F0', '0F1', '0B0', '0B1'], "
-        "['1F0', '1F1', '1B0', '1B1']]}\n"
-        "memory: {budget_gib: 1}"
-    ),
+    wrong=_of_program("['0F0', '0B0', '0F1', '0B1']"),
+    right=_of_program("['0F0', '0F1', '0B0', '0B1']"),
 )
 
 OVER_DEVICE = RuleDoc(

@@ -327,7 +327,7 @@ def found_exchanges(changes):
     """(first, second, transfers that show it) of each exchange, by text."""
     one = mutated(THREE_STAGES, changes)
     ops = one.graph.ops
-    return [(str(ops[e.first]), str(ops[e.second]), [str(ops[end]) for end in e.transfers]) for e in exchanges(one)]
+    return [(str(ops[a]), str(ops[b]), [str(ops[end]) for end in ends]) for a, b, ends in exchanges(one)]
 
 
 @pytest.mark.parametrize("rank", range(3))

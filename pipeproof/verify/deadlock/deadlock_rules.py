@@ -175,6 +175,16 @@ def _not_joined(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def _crossing(order: str) -> str:
+    """The second activation is waited for by its sender, and received before or after a wait for a gradient."""
+    return (
+        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1) 0RECV_B0{peer=1} WAIT(0RECV_B0) 0B0 "
+        "WAIT(0SEND_F0) 0RECV_B1{peer=1} WAIT(0RECV_B1) 0B1\n"
+        f"rank 1: 1RECV_F0{{peer=0}} WAIT(1RECV_F0) 1F0 1B0 1SEND_B0{{peer=0}} {order} "
+        "WAIT(1RECV_F1) 1F1 1B1 1SEND_B1{peer=0} WAIT(1SEND_B1)"
+    )
+
+
 CYCLE = RuleDoc(
     code="PP401",
     title="operations wait for each other in a cycle",
@@ -184,18 +194,8 @@ CYCLE = RuleDoc(
         "buffering is not counted on. The witness is a shortest such cycle: each operation waits for the next, "
         "the last for the first. A change that is suggested was made on the graph and proved to end the deadlock."
     ),
-    wrong=(
-        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1) 0RECV_B0{peer=1} WAIT(0RECV_B0) 0B0 "
-        "WAIT(0SEND_F0) 0RECV_B1{peer=1} WAIT(0RECV_B1) 0B1\n"
-        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1B0 1SEND_B0{peer=0} WAIT(1SEND_B0) 1RECV_F1{peer=0} "
-        "WAIT(1RECV_F1) 1F1 1B1 1SEND_B1{peer=0} WAIT(1SEND_B1)"
-    ),
-    right=(
-        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1) 0RECV_B0{peer=1} WAIT(0RECV_B0) 0B0 "
-        "WAIT(0SEND_F0) 0RECV_B1{peer=1} WAIT(0RECV_B1) 0B1\n"
-        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1B0 1SEND_B0{peer=0} 1RECV_F1{peer=0} WAIT(1SEND_B0) "
-        "WAIT(1RECV_F1) 1F1 1B1 1SEND_B1{peer=0} WAIT(1SEND_B1)"
-    ),
+    wrong=_crossing("WAIT(1SEND_B0) 1RECV_F1{peer=0}"),
+    right=_crossing("1RECV_F1{peer=0} WAIT(1SEND_B0)"),
 )
 
 CONDITIONAL = RuleDoc(
@@ -218,6 +218,9 @@ CONDITIONAL = RuleDoc(
     right="schedule: {kind: 1f1b}\ntransport: {recv_order: send_order}",
 )
 
+_GROUPS = "group tp: 0 1\ngroup cp: 0 1\n"
+_TP, _CP = "0BARRIER:tp{group=0 queue=a}", "0BARRIER:cp{group=1 queue=b}"
+
 DEVICE = RuleDoc(
     code="PP412",
     title="communication of several communicators is issued in orders that block one another",
@@ -228,18 +231,8 @@ DEVICE = RuleDoc(
         "device executes its communication in issue order, else a warning. Issue it in one order on all ranks, "
         "or make one stream wait for the other."
     ),
-    wrong=(
-        "group tp: 0 1\n"
-        "group cp: 0 1\n"
-        "rank 0: 0BARRIER:tp{group=0 queue=a} 0BARRIER:cp{group=1 queue=b}\n"
-        "rank 1: 0BARRIER:cp{group=1 queue=b} 0BARRIER:tp{group=0 queue=a}"
-    ),
-    right=(
-        "group tp: 0 1\n"
-        "group cp: 0 1\n"
-        "rank 0: 0BARRIER:tp{group=0 queue=a} 0BARRIER:cp{group=1 queue=b}\n"
-        "rank 1: 0BARRIER:tp{group=0 queue=a} 0BARRIER:cp{group=1 queue=b}"
-    ),
+    wrong=f"{_GROUPS}rank 0: {_TP} {_CP}\nrank 1: {_CP} {_TP}",
+    right=f"{_GROUPS}rank 0: {_TP} {_CP}\nrank 1: {_TP} {_CP}",
 )
 
 FIRST_USE = RuleDoc(

@@ -284,16 +284,12 @@ def _lines(graph: OpGraph, grid: Grid, rows: IntColumn) -> IntColumn:
     members: list[tuple[int, int]] = []
     for one in used.tolist():
         axis = grid.along(graph.groups[one])
-        code[one] = -2 - one if axis is None else _axis_code(grid, axis)
+        places = (*grid.axes, axis)  # an axis with a single rank is behind the last
+        code[one] = -2 - one if axis is None else places.index(axis)
         members += [(one, rank) for rank in graph.groups[one].ranks]
     pairs = np.array(members, dtype=np.int64).reshape(-1, 2)
     is_member = np.isin(group * graph.num_ranks + graph.rank[rows], pairs[:, 0] * graph.num_ranks + pairs[:, 1])
     return np.where((group == NONE) | is_member, code[group], -2 - group)
-
-
-def _axis_code(grid: Grid, axis: str) -> int:
-    """The place of an axis in the grid; behind the last for one with a single rank."""
-    return grid.axes.index(axis) if axis in grid.axes else len(grid.axes)
 
 
 def _named(graph: OpGraph, rows: IntColumn) -> tuple[IntColumn, tuple[frozenset[str], ...]]:

@@ -105,9 +105,12 @@ class Reader:
             op = int(entries[index])
             if index in addends:
                 stage, count = addends[index]
+                overwrites = int(self.model.graph.reduction[op]) == OVERWRITE
+                factor = self._factor(op, self.model.block_sizes)
+                own = Move(MoveKind.OVERWRITE if overwrites else MoveKind.ADD, len(counts), factor)
                 for p in parameters:
                     if stage in self.model.facts.parameters[p].stages:
-                        drafts[p].append((self._own_addition(op, len(counts)), entries[index : index + 1]))
+                        drafts[p].append((own, entries[index : index + 1]))
                 counts.append(count)
                 stages.append(stage)
                 continue
@@ -155,11 +158,6 @@ class Reader:
             count = np.bincount([] if one == NONE else [one], minlength=micro_batches)
             addends[at] = int(graph.stage[entries[at]]), count
         return entries, histories.line[where], histories.named[where], addends, segments
-
-    def _own_addition(self, op: int, addend: int) -> Move:
-        overwrites = int(self.model.graph.reduction[op]) == OVERWRITE
-        factor = self._factor(op, self.model.block_sizes)
-        return Move(MoveKind.OVERWRITE if overwrites else MoveKind.ADD, addend, factor)
 
     def _factor(self, op: int, sizes: Mapping[str, Coefficient]) -> Coefficient:
         """Factor of a row; 1, with a note in ``unreadable``, if its scale cannot be read."""

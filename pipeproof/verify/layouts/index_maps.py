@@ -27,6 +27,8 @@ def _example(field: str, fact: str) -> str:
     )
 
 
+_EXPERTS = 'HeldTensor("experts", 80, {{0: expert_map(8, 10, 2, 0), 1: expert_map(8, 10, 2, {})}})'
+
 NO_BIJECTION = RuleDoc(
     code="PP210",
     title="parts of a tensor leave elements out or hold some of them too often",
@@ -36,12 +38,8 @@ NO_BIJECTION = RuleDoc(
         "ranks number their experts from 0 has one rank's experts and lacks all others; one whose offsets overlap "
         "overwrites what another rank wrote. Sizes are right, and nothing complains until the model is loaded."
     ),
-    wrong=_example(
-        "held_tensors", 'HeldTensor("experts", 80, {0: expert_map(8, 10, 2, 0), 1: expert_map(8, 10, 2, 0)})'
-    ),
-    right=_example(
-        "held_tensors", 'HeldTensor("experts", 80, {0: expert_map(8, 10, 2, 0), 1: expert_map(8, 10, 2, 1)})'
-    ),
+    wrong=_example("held_tensors", _EXPERTS.format(0)),
+    right=_example("held_tensors", _EXPERTS.format(1)),
     kind=ExampleKind.PYTHON,
 )
 

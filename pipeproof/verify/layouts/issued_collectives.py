@@ -20,25 +20,9 @@ from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.layer import Collective, CollectiveKind, layer_kind, with_recomputed
 from pipeproof.stages.describe.model_family import typed_layers
-from pipeproof.verify.subject import Rule, Subject
+from pipeproof.verify.subject import Rule, Subject, of_small_plan
 
-
-def _example(left_out: str) -> str:
-    return (
-        "from pipeproof.schedule.op_table import build_graph\n"
-        "from pipeproof.specs.load_plan import plan_from_dict\n"
-        "from pipeproof.verify.subject import make_subject\n\n"
-        "subject = make_subject(plan_from_dict({\n"
-        '    "pipeproof": 1,\n'
-        '    "model": {"kind": "gpt", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_size": 32, '
-        '"vocab_size": 32, "seq_length": 8},\n'
-        '    "topology": {"pp": 2, "tp": 2},\n'
-        '    "schedule": {"kind": "1f1b", "num_micro_batches": 1, "micro_batch_size": 2},\n'
-        "}))\n"
-        f'rows = [[row for row in rank if str(row.op) != "{left_out}"] for rank in subject.graph.rows()]\n'
-        "subject = subject.with_graph(build_graph(rows, subject.graph.tensors, subject.graph.groups))"
-    )
-
+_TOPOLOGY = "{'pp': 2, 'tp': 2}"
 
 ISSUED = RuleDoc(
     code="PP208",
@@ -49,8 +33,8 @@ ISSUED = RuleDoc(
         "continues with an addend in place of a sum, or with a shard in place of the whole. Nothing hangs, because all "
         "ranks do the same."
     ),
-    wrong=_example("0F0/1.ALL_REDUCE:tp"),
-    right=_example(""),
+    wrong=of_small_plan(_TOPOLOGY, "rows = [[r for r in own if str(r.op) != '0F0/1.ALL_REDUCE:tp'] for own in rows]"),
+    right=of_small_plan(_TOPOLOGY),
     kind=ExampleKind.PYTHON,
 )
 

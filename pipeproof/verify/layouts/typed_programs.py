@@ -13,7 +13,7 @@ from pipeproof.stages.describe.derive_types import TypedLayer, TypeProblem, deri
 from pipeproof.stages.describe.layer import Collective, layer_kind, weight_calls
 from pipeproof.stages.describe.model_family import typed_layers
 from pipeproof.stages.describe.type_rules import Reason
-from pipeproof.verify.subject import Rule, Subject
+from pipeproof.verify.subject import Rule, Subject, of_small_plan
 
 _MESH = 'p = ProgramBuilder("layer", {"tp": 2}, {"s": 8, "h": 4, "f": 16, "v": 32})\n'
 
@@ -29,6 +29,7 @@ def _example(body: str) -> str:
     )
 
 
+_ADDENDS = 'p.input("x", "s f", tp="S(f)")\np.parameter("w", "f h", tp="S(f)")\np.multiply("y", "x", "w", over="f")\n'
 _COLUMN = 'p.parameter("w", "h f", tp="S(f)")\np.multiply("y", "entered", "w", over="h")\np.result("y", tp="S(f)")\n'
 
 OPERAND = RuleDoc(
@@ -53,14 +54,8 @@ RELABEL = RuleDoc(
         "The missing reduction or gather is never made up for: each rank continues with its own addend. Typical "
         "examples are gradients of chunked losses and statistics of each rank's own tokens."
     ),
-    wrong=_example(
-        'p.input("x", "s f", tp="S(f)")\np.parameter("w", "f h", tp="S(f)")\n'
-        'p.multiply("y", "x", "w", over="f")\np.relabel("z", "y", "tp", to="R")\np.result("z", tp="R")\n'
-    ),
-    right=_example(
-        'p.input("x", "s f", tp="S(f)")\np.parameter("w", "f h", tp="S(f)")\n'
-        'p.multiply("y", "x", "w", over="f")\np.all_reduce("z", "y", "tp", to="R")\np.result("z", tp="R")\n'
-    ),
+    wrong=_example(_ADDENDS + 'p.relabel("z", "y", "tp", to="R")\np.result("z", tp="R")\n'),
+    right=_example(_ADDENDS + 'p.all_reduce("z", "y", "tp", to="R")\np.result("z", tp="R")\n'),
     kind=ExampleKind.PYTHON,
 )
 SIDE_INPUT = RuleDoc(
@@ -160,22 +155,7 @@ def _compare(name: str, owed: Sequence[str], declared: set[str]) -> Iterator[Fin
         )
 
 
-def _plan_example(listed: str) -> str:
-    return (
-        "from dataclasses import replace\n"
-        "from pipeproof.specs.load_plan import plan_from_dict\n"
-        "from pipeproof.verify.subject import make_subject\n\n"
-        "subject = make_subject(plan_from_dict({\n"
-        '    "pipeproof": 1,\n'
-        '    "model": {"kind": "gpt", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_size": 32, '
-        '"vocab_size": 32, "seq_length": 8},\n'
-        '    "topology": {"pp": 2, "tp": 2, "sequence_parallel": True},\n'
-        '    "schedule": {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 2},\n'
-        "}))\n"
-        f"layers = tuple({listed} for layer in subject.plan.layers)\n"
-        "subject = replace(subject, lowered=replace(subject.plan, layers=layers))"
-    )
-
+_TOPOLOGY = "{'pp': 2, 'tp': 2, 'sequence_parallel': True}"
 
 COLLECTIVES = RuleDoc(
     code="PP207",
@@ -185,8 +165,12 @@ COLLECTIVES = RuleDoc(
         "the duals of the layouts those of its backward pass. A layer whose description lists others would compute "
         "with values that were never reduced or gathered, or wait for a collective that no one else issues."
     ),
-    wrong=_plan_example("replace(layer, backward_collectives=layer.backward_collectives[1:])"),
-    right=_plan_example("layer"),
+    wrong=of_small_plan(
+        _TOPOLOGY,
+        "layers = tuple(replace(a, backward_collectives=a.backward_collectives[1:]) for a in base.plan.layers)",
+        "base = replace(base, lowered=replace(base.plan, layers=layers))",
+    ),
+    right=of_small_plan(_TOPOLOGY),
     kind=ExampleKind.PYTHON,
 )
 

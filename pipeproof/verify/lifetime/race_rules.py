@@ -128,6 +128,11 @@ def count_of_rest(subject: Subject, doc: RuleDoc, total: int) -> Iterator[Findin
         )
 
 
+_SENT = (
+    "rank 0: 0F0{writes=out} 0SEND_F0{peer=1 reads=out} {next} 0SEND_F1{peer=1 reads=out} WAIT(0SEND_F1)\n"
+    "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
+)
+
 WRITE_UNDER_SEND = RuleDoc(
     code="PP501",
     title="a buffer is written while a send may still read it",
@@ -136,16 +141,8 @@ WRITE_UNDER_SEND = RuleDoc(
         "written into the buffer before the wait may be sent: the receiver gets another micro-batch's values, "
         "or half of them. Nothing fails."
     ),
-    wrong=(
-        "rank 0: 0F0{writes=out} 0SEND_F0{peer=1 reads=out} 0F1{writes=out} WAIT(0SEND_F0) "
-        "0SEND_F1{peer=1 reads=out} WAIT(0SEND_F1)\n"
-        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
-    ),
-    right=(
-        "rank 0: 0F0{writes=out} 0SEND_F0{peer=1 reads=out} WAIT(0SEND_F0) 0F1{writes=out} "
-        "0SEND_F1{peer=1 reads=out} WAIT(0SEND_F1)\n"
-        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
-    ),
+    wrong=_SENT.replace("{next}", "0F1{writes=out} WAIT(0SEND_F0)"),
+    right=_SENT.replace("{next}", "WAIT(0SEND_F0) 0F1{writes=out}"),
 )
 
 USE_UNDER_RECEIVE = RuleDoc(

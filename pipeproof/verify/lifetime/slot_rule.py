@@ -114,14 +114,11 @@ def pools(subject: Subject, *, incoming: bool) -> Iterator[Pool]:
                 last = tensors.last_at(tensors.of_kind(reader))[tensors.place[transfers]]
                 holders.append(np.where(whole, last, NONE))
             holders.append(gathers)
-        yield from _by_channel(graph.channel[transfers], transfers, np.stack(holders))
-
-
-def _by_channel(channel: IntColumn, transfers: IntColumn, holders: IntColumn) -> Iterator[Pool]:
-    by_channel = np.argsort(channel, kind="stable")
-    begins = np.flatnonzero(np.diff(channel[by_channel], prepend=NONE))
-    for selected in np.split(by_channel, begins[1:]) if len(by_channel) else []:
-        yield Pool(int(channel[selected[0]]), transfers[selected], holders[:, selected])
+        channel = graph.channel[transfers]
+        by_channel = np.argsort(channel, kind="stable")
+        begins = np.flatnonzero(np.diff(channel[by_channel], prepend=NONE))
+        for selected in np.split(by_channel, begins[1:]) if len(by_channel) else []:
+            yield Pool(int(channel[selected[0]]), transfers[selected], np.stack(holders)[:, selected])
 
 
 def smallest_slots(subject: Subject, *, incoming: bool) -> int:
