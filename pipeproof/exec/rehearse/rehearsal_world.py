@@ -63,7 +63,7 @@ class RehearsalChannels:
     """Channels of one rank; a ``Channels``."""
 
     def __init__(self, channels: Channels, arrays: RehearsalArrays, arrivals: Arrivals) -> None:
-        self._channels, self._arrays, self._arrivals, self.close = channels, arrays, arrivals, channels.close
+        self._channels, self._arrays, self._arrivals = channels, arrays, arrivals
 
     def post(
         self, channel: Channel, buffer: RehearsalTensor, after: Sequence[RehearsalTransfer] = ()
@@ -71,6 +71,10 @@ class RehearsalChannels:
         """Post the elements of a tensor to send, or zeros that they replace."""
         moved = self._channels.post(channel, self._arrays.buffer_of(buffer), [earlier.transfer for earlier in after])
         return self._checked(channel, moved, buffer, buffer)
+
+    def close(self) -> None:
+        """End the threads of the channels."""
+        self._channels.close()
 
     def _checked(
         self, channel: Channel, moved: Transfer, buffer: RehearsalTensor | Slice, tensor: RehearsalTensor
