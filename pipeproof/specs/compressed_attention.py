@@ -54,7 +54,8 @@ class CompressedAttentionSpec(Section):
     layer_types: Annotated[tuple[AttentionType, ...], FROM_LIST] = Field(
         description="The attention of each block, in order: `sliding_attention` without entries, "
         "`compressed_sparse_attention` with those that an indexer chooses, `heavily_compressed_attention` with all. "
-        "A list that is shorter than the model begins again. An MTP module has that of the last block.",
+        "A list that is shorter than the model begins again. An MTP module has the entry after the last block's or, "
+        "where there is none, that of the last block.",
     )
     q_lora_rank: int = Field(ge=1, le=2**20, description="Size of the compressed query.")
     qk_rope_head_dim: int = Field(

@@ -167,11 +167,12 @@ class MtpSpec(Section):
         description="The embedding of a module: that of the main model, or a weight of its own, with which the module "
         "looks up its tokens itself.",
     )
-    reads: Literal["before_norm", "after_norm"] = Field(
+    reads: Literal["before_norm", "after_norm", "streams"] = Field(
         default="before_norm",
         description="What the first module reads: the hidden states before the last norm, which then also norms the "
         "outputs of modules; or, as in Megatron-LM and PaddleFleet, those after it, and each module ends with a norm "
-        "of its own, which the next module and the head read.",
+        "of its own, which the next module and the head read; or, as in the released DeepSeek-V4, all streams of "
+        "model.hyper_connections, and the module ends with a contraction and a norm of its own.",
     )
 
     @property
@@ -408,9 +409,17 @@ class ModelSpec(Section):
         return self.size_of_head if self.mla is None else self.mla.rope_head_size
 
     def attention_type(self, block: int) -> AttentionType | None:
-        """The compressed attention of the block of that number, -1 for the last; None if the model has another one."""
+        """The compressed attention of the block of that number, -1 for MTP modules; None if the model has another."""
         spec = self.compressed_attention
-        return None if spec is None else spec.type_of(block % self.num_layers)
+        if spec is None:
+            return None
+        has_own = len(spec.layer_types) > self.num_layers
+        return spec.type_of(block if block >= 0 else self.num_layers - (not has_own))
+
+    @property
+    def modules_read_streams(self) -> bool:
+        """True if the MTP module reads all residual streams, and contracts them for the main model, too."""
+        return self.mtp is not None and self.mtp.reads == "streams"
 
     @property
     def num_streams(self) -> int:
@@ -601,9 +610,10 @@ def _check_compressed_attention(model: ModelSpec) -> list[Problem]:
         if is_refused
     ]  # fmt: skip
     section, rope = "compressed_attention", spec.qk_rope_head_dim
-    if not 0 < len(spec.layer_types) <= model.num_layers:
+    most = model.num_layers + (model.mtp is not None)
+    if not 0 < len(spec.layer_types) <= most:
         message = f"`model.{section}.layer_types` has {len(spec.layer_types)} entries for {model.num_layers} blocks"
-        problems.append(Problem("PP106", (section, "layer_types"), message, help=f"give 1 to {model.num_layers}"))
+        problems.append(Problem("PP106", (section, "layer_types"), message, help=f"give 1 to {most}"))
     smallest = min(model.size_of_head, spec.index_head_dim)
     if rope % 2 or rope > smallest:
         message = f"model.{section}.qk_rope_head_dim {rope} is not an even part of a head, whose size is {smallest}"

@@ -133,6 +133,11 @@ def check_mtp(plan: PlanSections) -> list[Problem]:
         message += "`model.hyper_connections`, which are wider"
         fix = "set model.mtp.magic_send to true: modules look up their tokens themselves"
         problems.append(Problem("PP106", ("model", "mtp"), message, help=fix, at_key=True))
+    streams = plan.gpt.hyper_connections
+    if mtp.reads == "streams" and (mtp.num_modules > 1 or streams is None or streams.contraction == "sum"):
+        message = "model.mtp.reads is streams, which one module reads, those of a learned contraction "
+        message += "(`model.hyper_connections`)"
+        problems.append(Problem("PP106", ("model", "mtp", "reads"), message, help="set it to after_norm"))
     if mtp.magic_send and mtp.embedding == "own":
         message = "model.mtp.magic_send copies the embedding of the main model, and model.mtp.embedding is own"
         problems.append(Problem("PP106", ("model", "mtp", "magic_send"), message, help="remove magic_send"))

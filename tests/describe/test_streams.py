@@ -55,6 +55,30 @@ def test_the_description_by_hand_is_what_the_types_say(streams, num_layers, mode
     assert_described_as_typed(spec_of(streams, model, topology=topology), size)
 
 
+OF_STREAMS = {
+    "hyper_connections": {"streams": 3, "contraction": "learned"},
+    "mtp": {"num_modules": 1, "reads": "streams", "magic_send": True},
+}
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}])
+def test_a_module_of_all_streams_is_what_the_types_say(ranks, sp):
+    spec = spec_of(3, {**OF_STREAMS, "moe": MOE}, topology={"pp": 1, **ranks, "sequence_parallel": sp})
+    assert_described_as_typed(spec, None)
+
+
+def test_a_module_of_all_streams_reads_them_before_the_main_model_contracts_them():
+    cut = [["embed", "layer.0", "layer.1", "layer.2", "layer.3"], ["mtp.0"], ["norm", "head"]]
+    spec = spec_of(3, OF_STREAMS, topology={"pp": 3}, stages=cut)
+    shapes = [edge.members(0)[0].shape for edge in describe_boundaries(spec)]
+    assert shapes == [(16, 2, 3 * 16), (16, 2 * 2, 16)]  # then rows of the main model and of the module
+    own = {p.name.split(".", 2)[2]: p.shape for p in describe_gpt(spec)[-3].parameters if "streams" in p.name}
+    assert own["main_streams.weight"] == own["out_streams.weight"] == (48, 3)
+    assert not any("out_streams" in p.name for p in describe_gpt(spec)[4].parameters)
+    assert check(plan_from_dict(spec.model_dump(mode="json"))).certificate
+
+
 @pytest.mark.parametrize("sp", [False, True])
 def test_a_block_has_two_sets_of_three_weights_that_every_tensor_parallel_rank_holds(sp):
     spec = spec_of(4, topology={"pp": 1, "tp": 2, "sequence_parallel": sp})

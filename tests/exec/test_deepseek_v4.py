@@ -37,8 +37,9 @@ OVERLAPPED = {"pp": 2, "ep": 2}, {"kind": "dualpipe_v", "num_chunks": 2, "overla
 PADDLE, TORCH = (pytest.param(name, marks=getattr(pytest.mark, f"needs_{name}")) for name in ("paddle", "torch"))
 
 
-def require_same(tmp_path, topology, schedule, backend):
+def require_same(tmp_path, topology, schedule, backend, **more):
     plan = plan_dict(model=MODEL, topology=topology, schedule=schedule, run={"backend": backend, "steps": 2})
+    plan["model"] |= more
     ended = Run(tmp_path, plan).end()
     assert ended.status == 0, ended.output
     assert ended.report["log_matches_graph"]
@@ -54,6 +55,13 @@ def require_same(tmp_path, topology, schedule, backend):
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_are_those_of_the_reference(tmp_path, name, backend):
     require_same(tmp_path, *RUNS[name], backend)
+
+
+@pytest.mark.slow(but=["pp 2, 1F1B-torch", "pp 2, tp 2, sequence parallel-paddle"])
+@pytest.mark.parametrize("backend", [PADDLE, TORCH])
+@pytest.mark.parametrize("name", ["pp 2, 1F1B", "pp 2, ep 2, ZB-V", "pp 2, tp 2, sequence parallel"])
+def test_a_module_that_reads_all_streams(tmp_path, name, backend):
+    require_same(tmp_path, *RUNS[name], backend, mtp={**MODEL["mtp"], "reads": "streams"})
 
 
 @pytest.mark.needs_torch

@@ -21,6 +21,26 @@ SIZES = {
     "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
 }  # fmt: skip
 TYPES = ("sliding_attention", "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+OF_PADDLE = {
+    "csa_compress_ratios": [0, 0, 4, 128, 0],
+    "csa_compress_rotary_base": 160000.0,
+    "csa_window_size": 4,
+    "moe_n_hash_layers": 3,
+    "num_residual_streams": 4,
+    "mhc_sinkhorn_iterations": 20,
+    "v_head_dim": 16,
+    "dsa_index_n_heads": 4,
+    "dsa_index_head_dim": 8,
+    "dsa_index_topk": 2,
+    "mtp_num_layers": 1,
+    "activation_func_clamp_value": 10.0,
+    "qk_rope_head_dim": 4,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 16,
+    "original_max_position_embeddings": 65536,
+    "csa_dense_mode": False,
+}
+"""Settings of PaddleFormers' configuration, by its own names."""
 YARN = {"factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
 RELEASED = {
     "compress_ratios": [0, 0, 4, 128, 0], "num_hash_layers": 3, "qk_rope_head_dim": 4,
@@ -38,6 +58,10 @@ WRITTEN = {
 def model_of(tmp_path, keys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(SIZES | keys), encoding="utf-8")
+    return of_config(config)
+
+
+def of_config(config):
     draft = Draft("model config", Flags(model_config=config))
     assume_model(draft, 1)
     made = draft.imported("", ())
@@ -48,7 +72,7 @@ def model_of(tmp_path, keys):
 @pytest.mark.parametrize("keys", [RELEASED, WRITTEN], ids=["released", "written by transformers"])
 def test_the_model_of_a_configuration(tmp_path, keys):
     spec, ignored = model_of(tmp_path, keys)
-    assert [one.name for one in ignored] == ["compress_ratios"] * (keys is RELEASED)  # of the module
+    assert not ignored
     model = spec.gpt
     assert (model.moe.score, model.moe.routed_scale, model.moe.hash_layers) == ("sqrtsoftplus", 1.5, 3)
     assert (model.swiglu_limit, model.swiglu_formula) == (10.0, "silu")
@@ -56,16 +80,35 @@ def test_the_model_of_a_configuration(tmp_path, keys):
     assert (streams.streams, streams.sinkhorn, streams.epsilon) == (4, "softmax", 1e-6)
     assert (streams.transposed, streams.contraction) == (True, "learned")
     attention = model.compressed_attention
-    assert (attention.layer_types, attention.qk_rope_head_dim, attention.compress_rope_theta) == (TYPES, 4, 160000.0)
+    assert (attention.layer_types, attention.qk_rope_head_dim, attention.compress_rope_theta) == (
+        (*TYPES, "sliding_attention"), 4, 160000.0,
+    )  # fmt: skip
     assert attention.rope_scaling.model_dump() == YARN
-    assert (model.mtp.num_modules, model.mtp.magic_send, model.head_size) == (1, True, 16)
+    assert (model.mtp.num_modules, model.mtp.magic_send, model.mtp.reads, model.head_size) == (1, True, "streams", 16)
     assert {layer.name for layer in describe_gpt(spec)} >= {"layer.3", "mtp.0"}
+
+
+def test_names_of_paddleformers_are_those_of_the_release(tmp_path):
+    of_release = {
+        "compress_ratios", "compress_rope_theta", "sliding_window", "num_hash_layers", "hc_mult", "hc_sinkhorn_iters",
+        "head_dim", "index_n_heads", "index_head_dim", "index_topk", "num_nextn_predict_layers", "swiglu_limit",
+    }  # fmt: skip
+    shared = {name: value for name, value in SIZES.items() if name not in of_release}
+    assert set(SIZES) - set(shared) <= of_release
+    (tmp_path / "a").mkdir()
+    ours, ignored = model_of(tmp_path / "a", RELEASED)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(shared | OF_PADDLE), encoding="utf-8")
+    spec, ignored = of_config(config)
+    assert (spec.gpt, ignored) == (ours.gpt, ())
+    config.write_text(json.dumps(shared | OF_PADDLE | {"csa_dense_mode": True, "use_moh": True}), encoding="utf-8")
+    assert [one.name for one in of_config(config)[1]] == ["csa_dense_mode", "use_moh"]
 
 
 @pytest.mark.parametrize("change", [{"type": "linear"}, {"attention_factor": 1.2}, {"truncate": False}])
 def test_another_scaling_is_named(tmp_path, change):
     spec, ignored = model_of(tmp_path, {**RELEASED, "rope_scaling": {"type": "yarn", **YARN, **change}})
-    assert [one.name for one in ignored] == ["compress_ratios", "rope_scaling"]
+    assert [one.name for one in ignored] == ["rope_scaling"]
     assert spec.gpt.compressed_attention.rope_scaling is None
 
 

@@ -169,6 +169,20 @@ _V4_FORMULAS: Mapping[KeyPath, object] = MappingProxyType(
 _V4_FLOATS = ("rope_theta", "compress_rope_theta")
 _V4_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 """The attention of a block by its entry in ``compress_ratios``."""
+_V4_NAMES_OF_PADDLE = {
+    "csa_compress_ratios": "compress_ratios", "csa_compress_rotary_base": "compress_rope_theta",
+    "csa_window_size": "sliding_window", "moe_n_hash_layers": "num_hash_layers", "num_residual_streams": "hc_mult",
+    "mhc_sinkhorn_iterations": "hc_sinkhorn_iters", "v_head_dim": "head_dim", "dsa_index_n_heads": "index_n_heads",
+    "dsa_index_head_dim": "index_head_dim", "dsa_index_topk": "index_topk",
+    "mtp_num_layers": "num_nextn_predict_layers", "activation_func_clamp_value": "swiglu_limit",
+}  # fmt: skip
+"""Names of PaddleFormers' ``DeepseekV4Config``, and those of the release for the same settings."""
+_V4_NOT_OF_PADDLE = {
+    "csa_dense_mode": "an indexer chooses the entries of sparse attention here",
+    "use_moh": "all heads of an indexer are active here",
+    "use_dense_mtp": "a module has experts here, as the last block",
+}
+"""Switches of PaddleFormers that a plan does not have, and why; off, they change nothing."""
 
 
 def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
@@ -176,11 +190,11 @@ def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
     from pipeproof.state.names.deepseek_v4 import SETTINGS
 
     _, of_type = values["model_type"]
+    values = {_V4_NAMES_OF_PADDLE.get(name, name): value for name, value in values.items()} | dict(values)
+    for name, why in _V4_NOT_OF_PADDLE.items():
+        if values.get(name, (None, None))[0]:
+            draft.ignore(name, why, values[name][1])
     settings = {name: value for name, value in values.items() if value[0] is not None} | _of_other_names(values)
-    ratios, location = settings.get("compress_ratios", (None, None))
-    number = settings.get("num_hidden_layers", (0, None))[0]
-    if isinstance(ratios, list) and type(number) is int and any(one != ratios[number - 1] for one in ratios[number:]):
-        draft.ignore("compress_ratios", "a module has the attention of the last block here", location)
     for name, path in ({name: MODEL_NAMES[name] for name in _V4_SIZES} | dict(SETTINGS)).items():
         value, location = settings.get(name, (None, None))
         if name in settings and not (name == "num_nextn_predict_layers" and value == 0):
@@ -193,6 +207,12 @@ def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
     if ("model", "mtp") in draft:
         why = "model_type deepseek_v4: the tokens of modules do not cross next to several streams"
         draft.set(("model", "mtp", "magic_send"), value=True, setting=why, location=of_type)
+        draft.set(("model", "mtp", "reads"), "streams", "model_type deepseek_v4", of_type)
+    if "rotary_scaling_factor" in settings and "rope_scaling" not in settings:  # PaddleFormers has no section
+        factor, location = settings["rotary_scaling_factor"]
+        kinds = (settings.get(name, (None, None))[0] for name in ("rope_type", "original_max_position_embeddings"))
+        scaling = dict(zip(("rope_type", "original_max_position_embeddings"), kinds, strict=True))
+        settings["rope_scaling"] = {**scaling, "factor": factor}, location
     for name in ("rope_scaling", "rope_parameters"):
         scaling, location = settings.get(name, ({}, None))
         if isinstance(scaling, dict):
@@ -219,9 +239,13 @@ def _of_other_names(values: _Values) -> dict[str, tuple[Any, Location | None]]:
     """Settings that some files have under other names: ``compress_ratios``, ``mlp_layer_types`` and a rotary factor."""
     settings: dict[str, tuple[Any, Location | None]] = {}
     ratios, location = values.get("compress_ratios", (None, None))
+    types, of_types = values.get("layer_types", (None, None))
+    has_module = bool(values.get("num_nextn_predict_layers", (0, None))[0])
     if isinstance(ratios, list) and all(ratio in _V4_TYPES for ratio in ratios):
-        number = values.get("num_hidden_layers", (len(ratios), None))[0]
+        number = values.get("num_hidden_layers", (len(ratios), None))[0] + has_module
         settings["layer_types"] = [_V4_TYPES[ratio] for ratio in ratios[:number]], location
+    elif isinstance(types, list):  # transformers' list does not have the module, which sees near tokens alone
+        settings["layer_types"] = [*types, *["sliding_attention"] * has_module], of_types
     kinds, location = values.get("mlp_layer_types", (None, None))
     if isinstance(kinds, list):
         settings["num_hash_layers"] = kinds.count("hash_moe"), location

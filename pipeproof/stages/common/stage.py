@@ -29,11 +29,12 @@ from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierS
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGradients, WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
-from pipeproof.stages.describe.layer import Layer, attention_of, is_empty, reads_normed
+from pipeproof.stages.describe.layer import Layer, attention_of, ends_normed, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.layers.layer_operations import ENDS, residual_streams_of
 from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.stages.describe.mtp_streams import (
+    MAIN_STREAMS,
     is_mtp,
     module_of,
     mtp_stream_made,
@@ -205,6 +206,8 @@ class Stage(ABC, Generic[TokenBatch]):
                 else:
                     output = block(*inputs)
                 streams[mtp_stream_made(layer.name) : mtp_stream_made(layer.name) + 1] = [output]
+                if is_mtp(layer.name) and self._plan.gpt.modules_read_streams:
+                    streams[0] = self._contracted(streams[0], layer.name)
             if watch is not None and layer.name != "head":
                 watch.see(layer.name, "output", index, split, [streams[mtp_stream_made(layer.name)]])
         return join_mtp_streams(self._ops, streams, self._rows_dim)
@@ -247,9 +250,25 @@ class Stage(ABC, Generic[TokenBatch]):
         """A module of multi-token prediction. It looks up the embedding if none is passed."""
         if embedding is None:
             embedding = self._ends.embed_for_module(name, stream, dropouts)
-        normed = self._norm(hidden, f"{name}.hidden_norm"), self._norm(embedding, f"{name}.embed_norm")
-        output = block(self._product(self._ops.concat(normed, -1), f"{name}.proj"))
-        return self._norm(output, f"{name}.norm") if reads_normed(self._plan.gpt) else output
+        model, ops = self._plan.gpt, self._ops
+        rows = hidden.shape[0], -1, model.hidden_size  # with all residual streams, each is a row
+        normed = self._norm(hidden.reshape(rows), f"{name}.hidden_norm"), self._norm(embedding, f"{name}.embed_norm")
+        if model.modules_read_streams:
+            of_hidden = self._product(normed[0], f"{name}.hidden_proj").reshape(hidden.shape)
+            joined = of_hidden + expand_streams(ops, self._product(normed[1], f"{name}.embed_proj"), model.num_streams)
+        else:
+            joined = self._product(ops.concat(normed, -1), f"{name}.proj")
+        output = block(joined)
+        return self._norm(output, f"{name}.norm") if ends_normed(model) else output
+
+    def _contracted(self, streams: Tensor, module: str) -> Tensor:
+        """The main model's activation, from the residual streams that a module has read."""
+        spec = self._plan.gpt.hyper_connections
+        assert spec is not None
+        weights = {end: self.parameters[f"{module}.{MAIN_STREAMS}.{end}"] for end in ENDS}
+        contract = partial(gated_sum_of_streams, self._ops, spec=spec, weights=self._weights, parameters=weights)
+        recomputes = self._recompute == "full"
+        return self._ops.recompute_in_backward(contract, streams) if recomputes else contract(streams)
 
     def _block(
         self, activation: Tensor, name: str, index: int, split: int, token_ids: Tensor | None, dropouts: Dropouts

@@ -81,7 +81,7 @@ class _Describer:
         """The parameter of a weight: each TP rank has an addend of the gradient if it sees other rows or columns."""
         is_whole, sizes = weight.trained and weight.tp_dim is None, self._sizes
         tp_dim, ep_dim = sizes.cut_dims(weight)
-        is_partial = is_whole and (sizes.is_sharded_between if rows == ops.BETWEEN else sizes.tp > 1)
+        is_partial = is_whole and (sizes.is_sharded_between if rows in (ops.BETWEEN, ops.STREAMS) else sizes.tp > 1)
         return Parameter(
             weight.name if weight.borrowed else f"{self._prefix}{weight.name}",
             weight.shape,

@@ -221,8 +221,13 @@ def layer_order(model: ModelSpec) -> tuple[str, ...]:
 
 
 def reads_normed(model: ModelSpec) -> bool:
-    """True if MTP modules read activations after the final norm, and have norms of their own at their ends."""
+    """True if MTP modules read activations after the final norm."""
     return model.mtp is not None and model.mtp.reads == "after_norm"
+
+
+def ends_normed(model: ModelSpec) -> bool:
+    """True if MTP modules have norms of their own at their ends."""
+    return model.mtp is not None and model.mtp.reads != "before_norm"
 
 
 def layer_prefix(name: str) -> str:

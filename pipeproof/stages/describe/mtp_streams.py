@@ -5,7 +5,7 @@ are one tensor, joined along the rows of the micro-batch (b): the rows of the ma
 and so on. So sequence parallelism splits all streams at the same tokens, in either order of dims.
 
 Blocks process the main stream. Module j reads stream j and writes stream j + 1. Embedding, final norm and head process
-all existing streams. A norm that modules read the result of processes the main stream.
+all existing streams. The final norm processes the main stream if modules have norms of their own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import numpy as np
 from pipeproof.specs.model import ModelSpec, MtpSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, GradientFacts, Loss, LossPath
-from pipeproof.stages.describe.layer import Layer, layer_order, layer_prefix, reads_normed
+from pipeproof.stages.describe.layer import Layer, ends_normed, layer_order, layer_prefix
 from pipeproof.stages.describe.synthetic import IGNORED, Batch
 
 MTP = "mtp"
 """The prefix of a module's name; module j is ``mtp.j``."""
+MAIN_STREAMS = "main_streams"
+"""The weights of a module with which it contracts the streams for the main model, if it reads all streams."""
 
 
 def is_mtp(name: str) -> bool:
@@ -72,7 +74,7 @@ def mtp_streams_into(model: ModelSpec, name: str) -> int:
 
 def mtp_streams_at(model: ModelSpec, name: str) -> int:
     """The number of MTP streams that a layer processes."""
-    if name == "head" or (name == "norm" and not reads_normed(model)):
+    if name == "head" or (name == "norm" and not ends_normed(model)):
         return mtp_streams_into(model, name)
     return mtp_streams_after(model, [name]) if name == "embed" else 1
 
@@ -115,8 +117,8 @@ def with_mtp_losses(facts: GradientFacts, plan: PlanSpec, stages: Sequence[Seque
     """Add the losses of MTP modules, on the stage of the main loss, to a model's facts.
 
     A token counts as in the main loss, times the weight of a module. The weights of module j are reached by the losses
-    of modules j and later, but not by the main loss or those of earlier modules. All other weights are reached by all
-    losses after them.
+    of modules j and later, but not by the main loss or those of earlier modules; the weights of the main contraction
+    (``MAIN_STREAMS``) by the main loss alone. All other weights are reached by all losses after them.
     """
     mtp = plan.gpt.mtp
     if mtp is None:
@@ -129,7 +131,13 @@ def with_mtp_losses(facts: GradientFacts, plan: PlanSpec, stages: Sequence[Seque
     ]
     others = dict.fromkeys(loss.name for loss in facts.losses if loss.name != MAIN_LOSS)
     reached_by = {
-        weight.name: tuple(LossPath(name) for name in (*map(mtp_loss_name, range(number, mtp.num_modules)), *others))
+        weight.name: tuple(
+            LossPath(name)
+            for name in (
+                *([MAIN_LOSS] if MAIN_STREAMS in weight.name else map(mtp_loss_name, range(number, mtp.num_modules))),
+                *others,
+            )
+        )
         for layers in stages
         for layer in layers
         if is_mtp(layer.name)

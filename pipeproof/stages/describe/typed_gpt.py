@@ -65,7 +65,7 @@ class _GptWriter:
             "two": 2,
             "o_module": self._model.hidden_size,
         }
-        self._reads_normed = self._model.mtp is not None and self._model.mtp.reads == "after_norm"
+        self._ends_normed = self._model.mtp is not None and self._model.mtp.reads != "before_norm"
         self._between = {"tp": "S(s)" if self._sp else "I", "cp": "S(s)", "ep": "S(b)"}
 
     def embed(self) -> ProgramBuilder:
@@ -98,12 +98,12 @@ class _GptWriter:
 
     def _sub_layers(self, kind: str, block: int) -> Sequence[tuple[str, str, SubLayer]]:
         attention = self._attention if self._model.mla is None else self._latent_attention
-        spec = self._model.compressed_attention
-        if spec is not None:
+        spec, attends = self._model.compressed_attention, self._model.attention_type(block)
+        if spec is not None and attends is not None:
             # Plans without it need not load its types.
             from pipeproof.stages.describe.typed_compressed_attention import typed_compressed_attention
 
-            enter, leave, attends = self._enter, self._leave, spec.type_of(block)
+            enter, leave = self._enter, self._leave
             attention = partial(typed_compressed_attention, spec=spec, kind=attends, enter=enter, leave=leave)
         mlp = partial(self._experts, kind=kind) if kind.endswith("moe_block") else self._mlp
         return (
@@ -112,29 +112,42 @@ class _GptWriter:
         )
 
     def module(self) -> ProgramBuilder:
-        """An MTP module: an MTP stream and an embedding, normed and joined (dim ``two``), then a block."""
-        p = self._program("mtp")
-        p.input("hidden", "s b h", **self._between)
+        """An MTP module: an MTP stream and an embedding, normed and joined (dim ``two``), then a block.
+
+        Or each residual stream and the embedding, normed and multiplied, are added.
+        """
+        p, reads_streams = self._program("mtp"), self._model.modules_read_streams
+        p.input("hidden", "s b p h" if reads_streams else "s b h", **self._between)
         if embeds_again(self._model):
             p.constant("tokens", "s b", cp="S(s)", ep="S(b)")
             p.parameter("embed.weight", "v h", tp="S(v)")
             embedding = self._leave(p, "embed.out", p.pick("rows", "embed.weight", "tokens", over="v"))
         else:
             embedding = p.input("embedding", "s b h", **self._between)
-        for name, x in (("hidden_norm", "hidden"), ("embed_norm", embedding)):
-            p.multiply(f"{name}.place", self._norm(p, name, x, "h"), p.constant(f"{name}.half", "two"))
-        p.parameter("proj.weight", "two h o_module")
-        joined = p.add("joined", "hidden_norm.place", "embed_norm.place")
-        x = p.select("x", p.multiply("proj", joined, "proj.weight", over="two h"), "o_module", "h")
+        if reads_streams:
+            for name, read in (("hidden", "hidden"), ("embed", embedding)):
+                normed = self._norm(p, f"{name}_norm", read, "h")
+                p.multiply(f"{name}_proj", normed, p.parameter(f"{name}_proj.weight", "h o_module"), over="h")
+            p.multiply("embedded", "embed_proj", p.constant("each", "p"))
+            x = p.select("x", p.add("joined", "hidden_proj", "embedded"), "o_module", "h")
+            p.result(
+                p.multiply("main", "hidden", _factors_at_end(p, "hidden", "main_streams"), over="p"), **self._between
+            )
+        else:
+            for name, read in (("hidden_norm", "hidden"), ("embed_norm", embedding)):
+                p.multiply(f"{name}.place", self._norm(p, name, read, "h"), p.constant(f"{name}.half", "two"))
+            p.parameter("proj.weight", "two h o_module")
+            joined = p.add("joined", "hidden_norm.place", "embed_norm.place")
+            x = p.select("x", p.multiply("proj", joined, "proj.weight", over="two h"), "o_module", "h")
         last = self._model.num_layers - 1
         kind = "moe_block" if self._model.has_experts(last) else "block"
-        y = residual_block(p, residual_streams_of(self._model, "mtp.0"), self._sub_layers(kind, last), x)
-        p.result(self._norm(p, "norm", y, "h") if self._reads_normed else y, **self._between)
+        y = residual_block(p, residual_streams_of(self._model, "mtp.0"), self._sub_layers(kind, -1), x)
+        p.result(self._norm(p, "norm", y, "h") if self._ends_normed else y, **self._between)
         return p
 
     def norm(self) -> ProgramBuilder:
         """The final norm."""
-        p = self._program("norm", 1 if self._reads_normed else mtp_streams_into(self._model, "norm"))
+        p = self._program("norm", 1 if self._ends_normed else mtp_streams_into(self._model, "norm"))
         p.input("x", "s b h", **self._between)
         p.result(p.apply("y", "x", *self._norm_weights(p, "", "h"), along="h"), **self._between)
         return p
@@ -415,14 +428,13 @@ def residual_block(
     for name, made, write in sub_layers:
         x = _around(p, name, x, write, f"{made}.streams" if streams.contracts else made, streams)
     if streams.contracts:
-        factors = [_factors_at_end(p, x)] if streams.has_gate_at_end else []
+        factors = [_factors_at_end(p, x, "out_streams")] if streams.has_gate_at_end else []
         x = p.multiply(sub_layers[-1][1], x, *factors, over="p")
     return x
 
 
-def _factors_at_end(p: ProgramBuilder, x: str) -> str:
-    """The learned factors with which streams are added."""
-    at = "out_streams"
+def _factors_at_end(p: ProgramBuilder, x: str, at: str) -> str:
+    """The learned factors with which streams are added, from the weights below ``at``."""
     p.parameter(f"{at}.weight", "p h p_to")
     p.parameter(f"{at}.scale", "p_one")
     p.parameter(f"{at}.bias", "p_to")

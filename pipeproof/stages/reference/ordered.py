@@ -55,6 +55,7 @@ from pipeproof.stages.reference.sharded_tensors import Shards, add, add_shards, 
 from pipeproof.stages.reference.streams import (
     Residual,
     contracted,
+    contracted_by,
     copies_for_mtp_streams,
     expanded,
     residual,
@@ -259,8 +260,8 @@ class OrderedModel(OrderedLayers):
                 self.each(partial(self.show, f"layer.{layer}", "input"), xs)
                 xs = self.block(xs, f"layer.{layer}", layer)
                 self.each(partial(self.show, f"layer.{layer}", "output"), xs)
-            reads_normed = model.mtp is not None and model.mtp.reads == "after_norm"
-            outputs = self.each(self.after_blocks, [[x] for x in xs]) if reads_normed else [[x] for x in xs]
+            reads = None if model.mtp is None else model.mtp.reads
+            outputs = self.each(self.after_blocks, [[x] for x in xs]) if reads == "after_norm" else [[x] for x in xs]
             for number in range(num_modules(model)):  # a stream has two readers: a watch records both gradients
                 name = f"mtp.{number}"
                 both = [[[shard.clone() for shard in of_rank[number]] for of_rank in outputs] for _ in range(2)]
@@ -268,11 +269,14 @@ class OrderedModel(OrderedLayers):
                 self.each(partial(self.show, name, "input"), xs)
                 xs = self.each(partial(self.joined_with, name), xs, [of_rank[number + 1] for of_rank in embedded])
                 xs = self.block(xs, name, model.num_layers - 1)
-                if reads_normed:
+                if reads != "before_norm":
                     xs = self.each(partial(self.norm, name=f"{name}.norm"), xs)
                 self.each(partial(self.show, name, "output"), xs)
                 outputs = [[*of_rank, x] for of_rank, x in zip(outputs, xs, strict=True)]
-            outputs = outputs if reads_normed else self.each(self.after_blocks, outputs)
+            if reads == "streams":
+                outputs = self.each(self.after_module, outputs)
+            elif reads != "after_norm":
+                outputs = self.each(self.after_blocks, outputs)
             losses.append(self.each(self.loss, outputs, parts))
         return losses
 
@@ -302,10 +306,22 @@ class OrderedModel(OrderedLayers):
 
     def joined_with(self, name: str, hidden: Shards, embedding: Shards) -> Shards:
         """The input of the block of a module."""
+        if self.plan.gpt.modules_read_streams:
+            each = [shard.reshape([*shard.shape[:-1], -1, self.plan.gpt.hidden_size]) for shard in hidden]
+            of_hidden = products(self.norm(each, f"{name}.hidden_norm"), self.used[f"{name}.hidden_proj.weight"])
+            embedded = products(self.norm(embedding, f"{name}.embed_norm"), self.used[f"{name}.embed_proj.weight"])
+            sums = (of_streams + one.unsqueeze(-2) for of_streams, one in zip(of_hidden, embedded, strict=True))
+            return [own.reshape(shard.shape) for own, shard in zip(sums, hidden, strict=True)]
         both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
         return products(
             [paddle.concat(of_shard, axis=-1) for of_shard in zip(*both, strict=True)], self.used[f"{name}.proj.weight"]
         )
+
+    def after_module(self, xs: list[Shards]) -> list[Shards]:
+        """The main model's contraction of the streams that the module has read, and its final norm."""
+        spec = self.plan.gpt.hyper_connections
+        assert spec is not None
+        return [*self.after_blocks([contracted_by(xs[0], spec, "mtp.0.main_streams", self.used)]), *xs[1:]]
 
     def ends(self, names: Sequence[str], xs: list[Shards]) -> list[Shards]:
         """The layers before and after the blocks: the final norm, and empty layers."""

@@ -126,17 +126,29 @@ def residual(x: Shards, sub_layer: str, model: ModelSpec, weights: Mapping[str, 
 def expanded(x: Shards, model: ModelSpec, name: str) -> Shards:
     """The input of the block: in the first one, and in modules, one activation becomes the streams."""
     spec = model.hyper_connections
-    return x if spec is None or not is_end(name, 0) else [widened(shard, spec) for shard in x]
+    if spec is None or not is_end(name, 0) or (model.modules_read_streams and name != "layer.0"):
+        return x
+    return [widened(shard, spec) for shard in x]
 
 
 def contracted(x: Shards, model: ModelSpec, name: str, weights: Mapping[str, Shards]) -> Shards:
-    """The output of the block: in the last one, and in modules, the streams become one activation."""
+    """The output of the block: in the last one, and in modules, the streams become one activation.
+
+    Of the last block they do not if a module reads them.
+    """
     spec = model.hyper_connections
     if spec is None or not is_end(name, model.num_layers - 1):
         return x
     if spec.contraction == "sum":
         return [summed(shard, spec) for shard in x]
-    of_shards = zip(*(weights[f"{name}.out_streams.{end}"] for end in WEIGHTS), strict=True)
+    if model.modules_read_streams and name.startswith("layer."):
+        return x
+    return contracted_by(x, spec, f"{name}.out_streams", weights)
+
+
+def contracted_by(x: Shards, spec: HyperConnectionsSpec, name: str, weights: Mapping[str, Shards]) -> Shards:
+    """The learned contraction with the weights of that name."""
+    of_shards = zip(*(weights[f"{name}.{end}"] for end in WEIGHTS), strict=True)
     return [gated_sum(shard, own, spec) for shard, own in zip(x, of_shards, strict=True)]
 
 

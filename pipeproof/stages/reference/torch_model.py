@@ -154,16 +154,19 @@ class TorchUnpartitionedModel:
             x = self.block(x, f"layer.{i}", i)
             hook(f"layer.{i}", "output", x)
         after = [n for n in names[1 + num_head + model.num_layers : -1] if not n.startswith("mtp.")]
-        reads_normed = model.mtp is not None and model.mtp.reads == "after_norm"
-        xs = [self.ends(after, x, 1, hook) if reads_normed else x]
+        reads = None if model.mtp is None else model.mtp.reads
+        xs = [self.ends(after, x, 1, hook) if reads == "after_norm" else x]
         for number, mtp_batch in enumerate(batches[1:]):
             taken, xs[-1] = copies(xs[-1], 2)  # two readers: a hook sees both gradients
             hook(f"mtp.{number}", "input", taken)
             embedding = others[number] if others else self.lookup([mtp_batch], f"mtp.{number}")
             xs.append(self.module(taken, embedding, number))
             hook(f"mtp.{number}", "output", xs[-1])
+        if reads == "streams" and model.hyper_connections is not None:
+            main = gated_sum(xs[0], self.weights, "mtp.0.main", model.hyper_connections)
+            xs[0] = self.ends(after, main, 1, hook)
         joined = torch.cat(xs, self.rows_dim) if xs[1:] else xs[0]
-        joined = joined if reads_normed else self.ends(after, joined, len(xs), hook)
+        joined = self.ends(after, joined, len(xs), hook) if reads in (None, "before_norm") else joined
         joined = self.with_hook("head", "input", joined, len(xs), hook)
         product = self.weights.tied_product if model.tied_embedding else self.weights.product
         logits = product(joined, "head" if model.tied_embedding else "head.weight").to(self.loss_dtype)
@@ -212,18 +215,25 @@ class TorchUnpartitionedModel:
         """MTP module: both inputs are normed and joined; then a block like the last one."""
         name = f"mtp.{number}"
         embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
-        both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
-        x = self.weights.product(torch.cat(both, -1), f"{name}.proj.weight")
+        normed = self.norm(embedding, f"{name}.embed_norm")
+        if self.plan.gpt.modules_read_streams:
+            streams = self.norm(hidden.unflatten(-1, (-1, normed.shape[-1])), f"{name}.hidden_norm")
+            of_streams = self.weights.product(streams, f"{name}.hidden_proj.weight")
+            embedded = self.weights.product(normed, f"{name}.embed_proj.weight")
+            x = (of_streams + embedded.unsqueeze(-2)).flatten(-2)
+        else:
+            both = self.norm(hidden, f"{name}.hidden_norm"), normed
+            x = self.weights.product(torch.cat(both, -1), f"{name}.proj.weight")
         x = self.block(x, name, self.plan.gpt.num_layers - 1)
         return self.norm(x, f"{name}.norm") if f"{name}.norm.weight" in self.weights.main else x
 
     def block(self, x: Tensor, name: str, number: int) -> Tensor:
         """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""
         spec = self.plan.gpt.hyper_connections
-        attention = self.attention_of(number)
+        in_module, reads_streams = name.startswith("mtp."), self.plan.gpt.modules_read_streams
+        attention = self.attention_of(-1 if in_module else number)
         mlp = self.experts if self.plan.gpt.has_experts(number) else self.mlp
-        in_module = name.startswith("mtp.")
-        if spec is not None and (number == 0 or in_module):
+        if spec is not None and (not reads_streams if in_module else number == 0):
             x = widened(x, spec)
         for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
             if spec is None:
@@ -233,7 +243,8 @@ class TorchUnpartitionedModel:
                 sub_layer_input, update = read(x, self.weights, sub_layer, spec)
                 output = compute(self.norm(sub_layer_input, f"{sub_layer}_norm"), sub_layer)
                 x = update(self.dropout_rng.tokens(output, "hidden", sub_layer))
-        if spec is None or (number < self.plan.gpt.num_layers - 1 and not in_module):
+        is_last = number == self.plan.gpt.num_layers - 1 and not reads_streams
+        if spec is None or not (is_last or in_module):
             return x
         return summed(x, spec) if spec.contraction == "sum" else gated_sum(x, self.weights, f"{name}.out", spec)
 

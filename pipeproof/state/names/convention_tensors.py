@@ -5,7 +5,8 @@ Roles: ``embed``, ``positions``, ``norm``, ``head``; in a block ``attn_norm``, `
 ``q_whole`` or ``q_down``, ``q_norm`` and ``q_up``, ``kv_down``, ``kv_norm``, ``kv_up``; ``out``, ``mlp_norm`` or
 ``experts_norm``, ``gate`` and ``up`` or ``gate_up``, ``down``, the same of an expert (``expert_gate``) and of shared
 ones (``shared_gate``), ``router``; in a module of multi-token prediction ``hidden_norm``, ``embed_norm``, ``proj``, and
-the copies ``module_embed``, ``module_norm``, ``module_head``. The bias of a weight has its role with ``_bias``.
+the copies ``module_embed``, ``module_norm``, ``module_head``; of one that reads all streams ``hidden_proj`` and
+``embed_proj``. The bias of a weight has its role with ``_bias``.
 
 A matrix is viewed as pipeproof multiplies with it, [in, out]; an expert of a tensor [experts, in, out] is a matrix,
 too.
@@ -181,15 +182,11 @@ class _Describer:
         for name in modules:
             norms = {f"{norm}_norm": f"{name}.{norm}_norm.weight" for norm in ("hidden", "embed")}
             yield from self._as_it_is(name, norms)
-            # Most others have what is embedded first, and then what comes from before.
-            proj = self._view(f"{name}.proj.weight")
-            hidden, embedded = (
-                proj.sliced(0, position * model.hidden_size, (position + 1) * model.hidden_size) for position in (0, 1)
-            )
-            halves = (hidden, embedded) if self.convention.hidden_first else (embedded, hidden)
-            yield ConventionTensor("proj", name, halves, along=0)
+            yield from self._projection(name)
             yield from self._block(name, has_experts=model.has_experts(model.num_layers - 1))
-        yield from self._streams("", "out_streams", f"layer.{model.num_layers - 1}.out_streams")
+            yield from self._streams(name, "out_streams", f"{name}.out_streams")
+        contraction = "mtp.0.main" if model.modules_read_streams else f"layer.{model.num_layers - 1}.out"
+        yield from self._streams("", "out_streams", f"{contraction}_streams")
         yield from self._as_it_is("", {"norm": "norm.weight"})
         if not model.tied_embedding:
             yield ConventionTensor("head", "", (self._table("head"),))
@@ -202,6 +199,19 @@ class _Describer:
                     yield ConventionTensor(role, name, (self._table(of, f"{name}."),))
                 elif role in self.convention.module:
                     yield ConventionTensor(role, name, (self._table(of),), copy_of=of)
+
+    def _projection(self, module: str) -> Iterator[ConventionTensor]:
+        """Yield the weights of the hidden state and of what is embedded."""
+        if self.model.modules_read_streams:
+            yield from self._as_it_is(
+                module, {f"{part}_proj": f"{module}.{part}_proj.weight" for part in ("hidden", "embed")}
+            )
+            return
+        # Most others have what is embedded first, and then what comes from before.
+        proj, size = self._view(f"{module}.proj.weight"), self.model.hidden_size
+        hidden, embedded = (proj.sliced(0, position * size, (position + 1) * size) for position in (0, 1))
+        halves = (hidden, embedded) if self.convention.hidden_first else (embedded, hidden)
+        yield ConventionTensor("proj", module, halves, along=0)
 
     def _view(self, name: str) -> View:
         return whole_view(name, self.shapes[name])

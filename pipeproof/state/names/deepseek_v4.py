@@ -61,9 +61,16 @@ DEEPSEEK_V4 = Convention(
         **{f"expert_{part}": f"ffn.experts.{{expert}}.{name}" for part, name in _MLP.items()},
         **{f"shared_{part}": f"ffn.shared_experts.{name}" for part, name in _MLP.items()},
     },
-    module={},
+    module={
+        "hidden_norm": "hnorm.weight",
+        "hidden_proj": "h_proj.weight",
+        "embed_norm": "enorm.weight",
+        "embed_proj": "e_proj.weight",
+        "module_norm": "norm.weight",
+        **{f"out_streams{end}": f"hc_head_{name}" for end, name in _STREAMS.items()},
+    },
     block_name="layers.{number}",
-    module_name="",
+    module_name="mtp.{number}",
     module_block="",
     transposed=True,
     router_transposed=True,
@@ -72,11 +79,13 @@ DEEPSEEK_V4 = Convention(
 
 def refusal_of(model: ModelSpec) -> str | None:
     """Return why DeepSeek-V4 is another model than one with ``compressed_attention``; None if it is not."""
-    moe, streams = model.moe, model.hyper_connections
-    if model.mtp is not None:
+    mtp, moe, streams = model.mtp, model.moe, model.hyper_connections
+    if mtp is not None and (
+        mtp.reads != "streams" or mtp.embedding == "own" or model.attention_type(-1) != "sliding_attention"
+    ):
         return (
-            "modules of DeepSeek-V4 read all residual streams, and those of a plan (`mtp`) read the one hidden state "
-            "after the contraction"
+            "the module of DeepSeek-V4 has the main model's embedding, reads all residual streams (`mtp.reads: "
+            "streams`), and has `sliding_attention` (an entry of `layer_types` after the last block's)"
         )
     if streams is None or (streams.sinkhorn, streams.transposed, streams.contraction) != ("softmax", True, "learned"):
         wanted = "`sinkhorn: softmax`, `transposed: true` and `contraction: learned`"
@@ -130,7 +139,7 @@ def settings_of(model: ModelSpec) -> dict[str, Any]:
         "partial_rotary_factor": math.nextafter(part, math.inf) if int(model.size_of_head * part) != part else part,
         "num_key_value_heads": 1,
         "intermediate_size": named["moe_intermediate_size"],
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 0 if model.mtp is None else model.mtp.num_modules,
     }
 
 

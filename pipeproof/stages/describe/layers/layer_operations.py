@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeproof.specs.compressed_attention import AttentionType
 from pipeproof.specs.model import HyperConnectionsSpec, ModelSpec
-from pipeproof.stages.describe.layer import attention_of, is_block, layer_kind, reads_normed
+from pipeproof.stages.describe.layer import attention_of, ends_normed, is_block, layer_kind
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.attention import (
     MEASURED_WITH,
@@ -17,7 +17,7 @@ from pipeproof.stages.describe.layers.attention import (
 )
 from pipeproof.stages.describe.layers.mlp import experts, mlp
 from pipeproof.stages.describe.layers.operations import norm
-from pipeproof.stages.describe.mtp_streams import embeds_again, has_own_embedding
+from pipeproof.stages.describe.mtp_streams import MAIN_STREAMS, embeds_again, has_own_embedding
 
 
 def layer_operations(model: ModelSpec, name: str) -> ops.Operations:
@@ -73,24 +73,38 @@ def _mtp_module(model: ModelSpec) -> ops.Operations:
     """An MTP stream and an embedding are normed, concatenated and projected (arXiv:2412.19437, section 2.2).
 
     A block like the last one follows. Every TP rank has the whole weight [2H, H]. The stream has another reader, so
-    backward adds two gradients.
+    backward adds two gradients. If it reads all residual streams, each is normed and multiplied by a weight [H, H], the
+    embedding by another, and it contracts the streams that it has read for the main model.
     """
-    hidden, embeds = model.hidden_size, embeds_again(model)
-    return (
-        *(embedding(model, borrowed=not has_own_embedding(model)) if embeds else ()),
-        norm(model, "hidden_norm", is_input=True),
-        norm(model, "embed_norm", is_input=not embeds),
+    hidden, embeds, streams = model.hidden_size, embeds_again(model), residual_streams_of(model, "mtp.0")
+    n = model.num_streams if model.modules_read_streams else 1
+    norms = norm(model, "hidden_norm", is_input=True), norm(model, "embed_norm", is_input=not embeds)
+    joined: ops.Operations = (
+        *norms,
         ops.Elementwise("join", (0, 2), (0, 2), whole=2 * hidden, rows=ops.BETWEEN),
         ops.Product("proj", (ops.Weight("proj.weight", (2 * hidden, hidden)),), ops.BETWEEN),
-        ops.Elementwise("mtp.add", None, (1, 3), whole=hidden, rows=ops.BETWEEN),
+    )
+    if model.modules_read_streams:
+        joined = (
+            norms[0]._replace(of_streams=True),
+            ops.Product("hidden_proj", (ops.Weight("hidden_proj.weight", (hidden, hidden)),), ops.STREAMS),
+            norms[1],
+            ops.Product("embed_proj", (ops.Weight("embed_proj.weight", (hidden, hidden)),), ops.BETWEEN),
+            _pass("join", hidden, (n, 2 * n + 1), (n - 1, n + 1)),
+        )
+    return (
+        *(embedding(model, borrowed=not has_own_embedding(model)) if embeds else ()),
+        *joined,
+        ops.Elementwise("mtp.add", None, (1, 3), whole=n * hidden, rows=ops.BETWEEN),
         *_block(
             model,
-            residual_streams_of(model, "mtp.0"),
+            streams,
             "moe_block" if model.has_experts(model.num_layers - 1) else "block",
             model.attention_type(-1),
             in_module=True,
         ),
-        *((norm(model, "norm"),) if reads_normed(model) else ()),
+        *((norm(model, "norm"),) if ends_normed(model) else ()),
+        *(learned_contraction(model, streams, "main") if streams is not None and model.modules_read_streams else ()),
     )
 
 
@@ -230,15 +244,21 @@ def ends_of_streams(model: ModelSpec, streams: BlockStreams) -> ops.Operations:
     n, hidden = streams.count, model.hidden_size
     opened = (_pass("streams.open", hidden, (0, n + 1), (n - 1, n + 1)),)
     closed: ops.Operations = (_pass("streams.close", hidden, (n - 1, n + 1), (0, n + 1)),)
-    if streams.has_gate_at_end:  # backward adds the gradients of the streams' two readers
-        closed = (
-            _stream_weights(model, streams, "out", n, 1),
-            ops.Stored("out.streams", "TO_INPUT", n * hidden + n),
-            *_stored_gates("out.streams", n * hidden, n),
-            *_computed_gates("out.streams", n * hidden, n),
-            _pass("streams.close", hidden, (2 * n, n + 1), (2 * n + 2 * n, 3 * n + 1)),
-        )
+    if streams.has_gate_at_end:
+        closed = ops.Stored("out.streams.read", "TO_INPUT", n * hidden), *learned_contraction(model, streams, "out")
     return opened * streams.expands + closed * streams.contracts
+
+
+def learned_contraction(model: ModelSpec, streams: BlockStreams, name: str) -> ops.Operations:
+    """Add the streams with factors of each token. Backward adds the gradients of the streams' two readers."""
+    n, width, name_of_all = streams.count, streams.count * model.hidden_size, f"{name}.streams"
+    return (
+        _stream_weights(model, streams, name, n, 1),
+        ops.Stored(name_of_all, "TO_INPUT", n),
+        *_stored_gates(name_of_all, width, n),
+        *_computed_gates(name_of_all, width, n),
+        _pass(f"{name_of_all}.close", model.hidden_size, (2 * n, n + 1), (2 * n + 2 * n, 3 * n + 1)),
+    )
 
 
 def _pass(name: str, numel: int, forward: ops.Cost, back: ops.Cost, weight: ops.Cost | None = None) -> ops.Elementwise:
@@ -259,7 +279,7 @@ def measured_with(name: str) -> tuple[str, ...]:
     prefix, _, end = name.rpartition(".")
     if prefix.endswith("_streams"):
         others = [f"{prefix}.{other}" for other in ENDS if other != end]
-        cancels = end != "weight" or prefix.endswith(".out_streams")
+        cancels = end != "weight" or prefix.endswith((".out_streams", MAIN_STREAMS))
         return (*others, *(["norm.weight"] if cancels else []))
     cancelling = [(name.removesuffix(own), others) for own, others in MEASURED_WITH.items() if name.endswith(own)]
     return tuple(layer + other for layer, others in cancelling for other in others)
@@ -295,7 +315,8 @@ def measured_with(name: str) -> tuple[str, ...]:
 # The first block copies its input into n equal streams, and the last block returns their sum, in the order of the
 # streams, or their learned contraction. The block of an MTP module does both: it reads the contraction. So an
 # activation is n times as wide only between blocks; embedding, norm and head do not change. The streams of a token are
-# consecutive: [S, B, n H], or [B, S, n H].
+# consecutive: [S, B, n H], or [B, S, n H]. With ``mtp.reads: streams`` the module reads them all, before the last
+# block's contraction, which it then does itself (``main_streams``).
 
 
 ENDS = ("weight", "scale", "bias")
@@ -306,7 +327,8 @@ ENDS = ("weight", "scale", "bias")
 class BlockStreams:
     """The residual streams of one block.
 
-    ``expands`` is true for the first block, ``contracts`` for the last; a module's block does both.
+    ``expands`` is true for the first block, ``contracts`` for the last; a module's block does both, or contracts alone
+    if it reads all streams, which then the last block does not contract.
     """
 
     spec: HyperConnectionsSpec
@@ -331,11 +353,13 @@ def residual_streams_of(model: ModelSpec, layer: str) -> BlockStreams | None:
         return None
     in_module = not layer.startswith("layer.")
     first, last = layer == "layer.0", layer == f"layer.{model.num_layers - 1}"
-    return BlockStreams(spec, first or in_module, last or in_module)
+    reads_streams = model.modules_read_streams
+    return BlockStreams(spec, first or (in_module and not reads_streams), in_module or (last and not reads_streams))
 
 
 def width_after(model: ModelSpec, names: Sequence[str]) -> int:
     """Elements per token of the activation after ``names``, the model's first layers in any order."""
     num_blocks = sum(map(is_block, names))
-    between_blocks = model.hyper_connections is not None and 0 < num_blocks < model.num_layers
+    last = model.num_layers + model.modules_read_streams
+    between_blocks = model.hyper_connections is not None and 0 < num_blocks < last
     return model.hidden_size * (model.num_streams if between_blocks else 1)

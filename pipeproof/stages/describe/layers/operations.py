@@ -27,15 +27,16 @@ Cost: TypeAlias = tuple[int, int]
 SOFTMAX: Cost = 5, 2
 SOFTMAX_BACK: Cost = 4, 3
 
-Rows: TypeAlias = Literal["inside", "between", "visits", "gathered", "groups", "entries"]
+Rows: TypeAlias = Literal["inside", "between", "visits", "gathered", "groups", "entries", "streams"]
 """The rows of an operation on one rank: its tokens inside of layers, its tokens between layers (with sequence
 parallelism a part of the former), the visits of tokens to its experts, the tokens of all EP ranks, its tokens in each
-of its groups of heads, or the compressed entries of its sequences."""
+of its groups of heads, the compressed entries of its sequences, or the residual streams of tokens between layers."""
 INSIDE: Rows = "inside"
 BETWEEN: Rows = "between"
 VISITS: Rows = "visits"
 GATHERED: Rows = "gathered"
 GROUPS: Rows = "groups"
+STREAMS: Rows = "streams"
 ENTRIES: Rows = "entries"
 
 
@@ -90,7 +91,7 @@ class Product(NamedTuple):
 class Norm(NamedTuple):
     """A norm of a vector of ``size`` elements for each token between layers, or for each of its ``heads`` inside.
 
-    Or for each compressed entry, if ``of_entries``.
+    Or for each compressed entry, if ``of_entries``, or each residual stream, if ``of_streams``.
 
     Costs are those of ``Elementwise``. It stores ``factors`` numbers for each vector, in float32. ``is_input`` is true
     if it reads the layer's input.
@@ -106,11 +107,14 @@ class Norm(NamedTuple):
     heads: int = 0
     is_input: bool = False
     of_entries: bool = False
+    of_streams: bool = False
 
     @property
     def rows(self) -> Rows:
         """The rows of all vectors."""
-        return ENTRIES if self.of_entries else INSIDE if self.heads else BETWEEN
+        if self.of_entries or self.of_streams:
+            return ENTRIES if self.of_entries else STREAMS
+        return INSIDE if self.heads else BETWEEN
 
     @property
     def trained(self) -> bool:
@@ -350,7 +354,7 @@ class RankSizes:
         self._rows = {
             INSIDE: self.tokens, BETWEEN: self.between, VISITS: visits, GATHERED: self.tokens * self.ep,
             GROUPS: self.tokens * groups / self.tp,
-            ENTRIES: Fraction(self.size.num_rows * entries),
+            ENTRIES: Fraction(self.size.num_rows * entries), STREAMS: self.between * plan.gpt.num_streams,
         }  # fmt: skip
 
     def rows(self, rows: Rows) -> Fraction:
