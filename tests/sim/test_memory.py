@@ -218,16 +218,17 @@ def test_a_curve_that_nothing_comes_to():
 
 
 def test_the_page_draws_bytes_in_place_of_counts():
-    simulation = simulate(lowered(cost={"forward_us": "1/3", "backward_us": "2/7"}))
+    plan = lowered(cost={"forward_us": "1/3", "backward_us": "2/7"})
+    simulation = simulate(plan)
     curve = memory_held(simulation.timeline, simulation.memory)
-    page = payload("a plan", simulation.timeline, None, curve)
+    page = payload("a plan", simulation.timeline, plan.graph, curve)
     assert page["held_unit"] == "bytes"
     for held, one in zip(page["held"], simulation.memory, strict=True):
         values = np.frombuffer(base64.b64decode(held["count"]["data"]), "<f8")
         assert (values.max(), values[-1]) == (one.peak, sum(one.persistent.values()))
-    assert payload("a plan", simulation.timeline, None)["held_unit"] == "activations"
+    assert payload("a plan", simulation.timeline, plan.graph)["held_unit"] == "activations"
     with pytest.raises(ValueError, match="1 curves for 2 ranks"):
-        payload("a plan", simulation.timeline, None, Curve("memory", "bytes", curve.ranks[:1]))
+        payload("a plan", simulation.timeline, plan.graph, Curve("memory", "bytes", curve.ranks[:1]))
 
 
 def test_json_has_the_peak_and_its_parts():

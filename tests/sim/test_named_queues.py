@@ -97,8 +97,9 @@ def test_a_trace_has_a_thread_for_each_queue(plan_file):
     assert threads[weights["pid"], weights["tid"]] == "side"
 
 
-def test_a_page_has_a_lane_for_each_queue(simulation):
-    lanes = payload("steps", simulation.timeline, None)["lanes"]
+def test_a_page_has_a_lane_for_each_queue(plan_file):
+    lowered = lower_loaded(load_plan(plan_file))
+    lanes = payload("steps", simulate(lowered).timeline, lowered.graph)["lanes"]
     assert [queue for rank, queue in lanes if rank == 0] == ["compute", "backward 1->0", "out", "side"]
 
 

@@ -25,12 +25,12 @@ from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import WaitGraph, absence_finding, cycle_finding, minority, ranks_text
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.monitor_codes import RANK_FAILED, RANK_STOPPED, SLOW_RANK
-from pipeproof.exec.monitor.ring import OpState, RingOp
+from pipeproof.exec.monitor.ring import Divergence, OpState, RingOp, divergences, group_key, group_text
 from pipeproof.exec.monitor.verdict import MOST_WAITS, PATIENCE_S, SLOW_S, BlockedRank, Kind, Status, Verdict
 from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of, ring_entry, waits_of
 from pipeproof.interop.hang.collective_matches import Disagreement, disagreements
 from pipeproof.interop.hang.flight_recorder import Entry, State
-from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
+from pipeproof.interop.hang.hang_codes import DISAGREEMENT, HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
 
 # --- Failures that are found without following waits: an error, a process that does not run, a mismatch ---
 # Three of them need no patience, because no speed ends the job well: the program of
@@ -193,7 +193,8 @@ def _mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], F
     """Return the ranks that differ, and the finding, of the first mismatch.
 
     Messages, and totals of an all-to-all, are compared where an end is not done and for ``patience_s`` nothing has
-    happened to any part: their positions are certain only at the end of a ring.
+    happened to any part: their positions are certain only at the end of a ring. Where the first collective that differs
+    has left the rings, the digests show since when.
     """
     mismatches: list[Disagreement] = [
         disagreement
@@ -204,6 +205,13 @@ def _mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], F
             and all(analysis.seconds(entry) >= patience_s for entry in disagreement.entries)
         )
     ]
+    earlier = [
+        each
+        for each in divergences((rank.rank, rank.ring.header.digests) for rank in analysis.job.ranks)
+        if not any(_has(analysis, each, disagreement) for disagreement in mismatches)
+    ]
+    if earlier:
+        return _digests_differ(analysis, earlier[0])
     if not mismatches:
         return None
     first = min(mismatches, key=lambda each: min(analysis.op(entry).issued_ns for entry in each.entries))
@@ -231,6 +239,29 @@ def _unusual(analysis: Analysis, entries: Sequence[Entry]) -> tuple[int, ...]:
         op, ops = analysis.op(entry), analysis.job.by_rank[entry.rank].ring.ops
         counts[entry.rank] = sum(_signature(each) == _signature(op) for each in ops)
     return tuple(sorted(rank for rank, count in counts.items() if 2 * count < max(counts.values())))
+
+
+def _has(analysis: Analysis, divergence: Divergence, disagreement: Disagreement) -> bool:
+    """True if a disagreement is the first collective that differs, by the digests."""
+    op = analysis.op(disagreement.entries[0])
+    is_group = not op.is_message and divergence.key == group_key(group_text(op.group))
+    return is_group and divergence.agreed <= op.number < divergence.different
+
+
+def _digests_differ(analysis: Analysis, divergence: Divergence) -> tuple[tuple[int, ...], Finding]:
+    forms: dict[int, list[int]] = {}
+    for rank, value in sorted(divergence.digests.items()):
+        forms.setdefault(value, []).append(rank)
+    last = divergence.different - 1
+    since = f"#{last}" if divergence.agreed == last else f"one of #{divergence.agreed} to #{last}"
+    sides = " and ".join(ranks_text(ranks) for ranks in forms.values())
+    titles = {group_key(group_text(analysis.op(entry).group)): entry.group.title for entry in analysis.entries.values()}
+    message = (
+        f"the collectives of {titles.get(divergence.key, 'a group')} differ since {since} in operation, size or type, "
+        f"by the digests of {sides}; the rings no longer have the first one that differs"
+    )
+    ranks = minority(divergence.digests) or tuple(sorted(divergence.digests))
+    return ranks, DISAGREEMENT.finding(message)
 
 
 def check_job(

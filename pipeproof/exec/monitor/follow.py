@@ -10,12 +10,10 @@ from typing import Final
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
-from pipeproof.exec.monitor.ring import RingHeader
+from pipeproof.exec.monitor.ring import RingHeader, divergences
 from pipeproof.exec.monitor.verdict import FAILURES, PATIENCE_S, SLOW_S, Status, Verdict
 
 POLL_S: Final = 0.5
-_LOOKS_FOR_A_READ: Final = 20
-"""Looks of which one reads the operations of a job that makes progress."""
 _WINDOW_S: Final = 2.0
 _BUSY_SHARE: Final = 0.5
 _WARM_UP_EVENTS: Final = 64
@@ -28,10 +26,12 @@ _LONGER: Final = 2.0
 class Follower:
     """Repeated verdicts about the rings in a directory.
 
-    A look at a job that makes progress reads the headers only, but for every twentieth, which also finds collectives
-    that differ. A rank is busy if its process used a processor for more than half of the last two seconds. A job that
-    has survived a longer wait (its checkpoints, its evaluation) gets twice that much patience. Ranks begin at different
-    times: one that has not issued an operation yet is awaited for ``slow_s``.
+    A look at a job that makes progress, and whose groups have one digest each,
+    reads the headers only. A rank is busy if its process used a processor for
+    more than half of the last two seconds. A job that has survived a longer wait
+    (its checkpoints, its evaluation) gets twice that much patience. Ranks begin
+    at different times: one that has not issued an operation yet is awaited for
+    ``slow_s``.
 
     Args:
         directory: directory of the rings, or of one directory per host.
@@ -46,7 +46,6 @@ class Follower:
     _cpu: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _events: dict[int, tuple[int, int]] = field(default_factory=dict)
     _longest_gap_s: float = 0.0
-    _num_looks: int = 0
 
     def look(self) -> tuple[Verdict, JobNow] | None:
         """Return the verdict now, and the job; None while a look at the headers shows progress, or there is no ring.
@@ -58,16 +57,15 @@ class Follower:
         if not files:
             return None
         headers = read_headers(files)
-        progresses = self._makes_progress(headers)
-        self._num_looks += 1
-        if progresses and self._num_looks % _LOOKS_FOR_A_READ != 1:
+        is_sound = next(divergences((header.rank, header.digests) for header in headers), None) is None
+        if self._makes_progress(headers) and is_sound:
             return None
         job = read_job(files)
         verdict = self._check(job)
         if verdict.status is Status.ERROR:  # of a record that was read while it was written, nothing is left
             job = read_job(files)
             verdict = self._check(job)
-        return None if progresses and verdict.status is Status.RUNNING else (verdict, job)
+        return verdict, job
 
     def _check(self, job: JobNow) -> Verdict:
         patience_s = max(self.patience_s, _LONGER * self._longest_gap_s)

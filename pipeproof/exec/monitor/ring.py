@@ -3,7 +3,8 @@
 The rank maps the file into its memory and writes to it without system calls,
 so the content survives a rank that hangs or is killed. A file has four parts:
 
-header    who the rank is; then what changes: heartbeat, processor time, number of events, stack, end
+header    who the rank is; then what changes: heartbeat, processor time, number of events, stack, end; at 4096 the
+          digests of each group (``SequenceDigest``)
 strings   texts that records refer to by their offset: source positions, groups, types; each is written once
 records   ``capacity`` records of 128 bytes; operation ``seq`` is in record ``seq % capacity``
 
@@ -14,14 +15,15 @@ epoch of the rank's host. All numbers are little endian.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
@@ -32,10 +34,91 @@ from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
 from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, read_foreign
+from pipeproof.interop.hang.recorder_names import UNEVEN, num_elements
 
-MAGIC: Final = b"PPRING03"
+# --- Running digests of each group's collectives, which find two members whose sequences differ ---
+# The digest of a group at position p covers its collectives 0 to p - 1: the operation, elements and type of each. For
+# each power of four, a ring keeps the digests at the last two multiples of it. So of two ranks that are d collectives
+# apart there is always a position at most 8 d back at which both have one, however many records are overwritten.
+
+
+FACTOR: Final = 0x9E3779B97F4A7C15
+"""An odd number without a pattern in its bits."""
+
+
+class SequenceDigest:
+    """Digest of a group's collectives until now; ``slot`` is its position in the ring."""
+
+    __slots__ = ("position", "slot", "value")
+
+    def __init__(self, slot: int) -> None:
+        self.slot, self.position, self.value = slot, 0, 0
+
+    def add(self, op: str, num_inputs: int, num_outputs: int, dtype: str) -> None:
+        """Add the next collective."""
+        self.position += 1
+        value = (self.value ^ _signature(op, num_inputs, num_outputs, dtype)) * FACTOR & 0xFFFFFFFFFFFFFFFF
+        self.value = value ^ value >> 32
+
+
+@lru_cache(maxsize=4096)
+def _signature(op: str, num_inputs: int, num_outputs: int, dtype: str) -> int:
+    """Return a number of what the members of a collective must have in common."""
+    return _hash(repr((op,) if op in UNEVEN else (op, dtype, num_elements(op, num_inputs, num_outputs))))
+
+
+@lru_cache(maxsize=4096)
+def group_key(text: str) -> int:
+    """Return the key of a group's digests, not 0, from its text in the ring."""
+    return _hash(text) | 1
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Members of a group whose collectives differ: they agree before ``agreed``, and differ before ``different``."""
+
+    key: int
+    agreed: int
+    different: int
+    digests: Mapping[int, int]
+    """By rank, at ``different``."""
+
+
+def divergences(digests: Iterable[tuple[int, Mapping[int, Mapping[int, int]]]]) -> Iterator[Divergence]:
+    """Find the groups whose members have issued different collectives.
+
+    Args:
+        digests: each rank with its digests, by the key of a group and the position.
+    """
+    groups: dict[int, dict[int, dict[int, int]]] = {}
+    for rank, by_key in digests:
+        for key, by_position in by_key.items():
+            for position, value in by_position.items():
+                groups.setdefault(key, {}).setdefault(position, {})[rank] = value
+    for key, positions in groups.items():
+        different = min((each for each, values in positions.items() if len(set(values.values())) > 1), default=None)
+        if different is not None:
+            ranks = positions[different].keys()
+            agreed = max(
+                (each for each in positions if each < different and positions[each].keys() >= ranks), default=0
+            )
+            yield Divergence(key, agreed, different, positions[different])
+
+
+MAGIC: Final = b"PPRING02"
 RECORD_BYTES: Final = 128
-HEADER_BYTES: Final = 4096
+_DIGESTS_AT: Final = 4096
+_MOST_GROUPS: Final = 64
+"""Groups with digests; of later ones a ring has records only."""
+_LEVELS: Final = 12
+_DIGEST: Final = struct.Struct("<QQQ")
+"""Position, digest, and both combined: one that is read while it is written does not fit."""
+_SLOT_BYTES: Final = 8 + 2 * _LEVELS * 24
+HEADER_BYTES: Final = 49152
 STRINGS_BYTES: Final = 1 << 18
 CAPACITY: Final = 2048
 """Operations that a ring keeps by default."""
@@ -186,6 +269,8 @@ class RingHeader:
     stage: int | None
     micro_batch: int | None
     plan_op_ns: int
+    digests: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    """By the key of a group: the digest of its collectives at some positions."""
 
 
 class RingWriter:
@@ -203,7 +288,7 @@ class RingWriter:
             self._file = os.dup(file.fileno())
         self._memory = mmap.mmap(self._file, size)
         self._capacity = capacity
-        self._num_events = 0
+        self._num_events = self._num_groups = 0
         self._strings: dict[str, int] = {"": 0}
         self._strings_used = 2
         self._lock = threading.Lock()
@@ -252,6 +337,28 @@ class RingWriter:
         _TIMES.pack_into(memory, start + _TIMES_AT, 0, 0)
         memory[start : start + 8] = (seq + 1).to_bytes(8, "little")
         self._num_events += 1
+
+    def add_group(self, text: str) -> SequenceDigest | None:
+        """Reserve the digests of a group; None if all are used."""
+        slot = self._num_groups
+        if slot == _MOST_GROUPS:
+            return None
+        self._num_groups = slot + 1
+        start = _DIGESTS_AT + slot * _SLOT_BYTES
+        self._memory[start : start + 8] = group_key(text).to_bytes(8, "little")
+        return SequenceDigest(slot)
+
+    def digest(self, digest: SequenceDigest) -> None:
+        """Write a digest for each power of four that divides its position."""
+        multiple = position = digest.position
+        value, at = digest.value, _DIGESTS_AT + digest.slot * _SLOT_BYTES + 8
+        check = _check(position, value)
+        for _ in range(_LEVELS):
+            _DIGEST.pack_into(self._memory, at + 24 * (multiple & 1), position, value, check)
+            if multiple & 3:
+                return
+            multiple >>= 2
+            at += 48
 
     def launched(self, seq: int) -> None:
         """Write that the call has returned."""
@@ -390,8 +497,27 @@ def _header(raw: bytes, file: str) -> RingHeader:
         rank, num_ranks, pid, process_start, host, boot_id, framework, started_ns, heartbeat_ns, cpu_ns, num_events,
         End(end), end_ns, tuple(stack.split("\n")) if stack else (), stack_ns, error, capacity,
         plan_op.rstrip(b"\0").decode(errors="replace"), step - 1 if step else None, None if stage == _NONE else stage,
-        None if micro_batch == _NONE else micro_batch, plan_op_ns,
+        None if micro_batch == _NONE else micro_batch, plan_op_ns, _digests(raw),
     )  # fmt: skip
+
+
+def _check(position: int, digest: int) -> int:
+    return position * FACTOR & 0xFFFFFFFFFFFFFFFF ^ digest
+
+
+def _digests(raw: bytes) -> dict[int, dict[int, int]]:
+    groups: dict[int, dict[int, int]] = {}
+    for slot in range(_MOST_GROUPS):
+        start = _DIGESTS_AT + slot * _SLOT_BYTES
+        key = int.from_bytes(raw[start : start + 8], "little")
+        if not key:
+            break
+        groups[key] = {
+            position: value
+            for position, value, check in _DIGEST.iter_unpack(raw[start + 8 : start + _SLOT_BYTES])
+            if position and check == _check(position, value)
+        }
+    return groups
 
 
 def _read_text(raw: bytes, at: int) -> tuple[int, str]:

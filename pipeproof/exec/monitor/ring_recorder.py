@@ -26,6 +26,7 @@ from pipeproof.exec.monitor.ring import (
     OpState,
     RingGroup,
     RingWriter,
+    SequenceDigest,
     group_text,
 )
 from pipeproof.interop.traces.message_hooks import GroupCalls
@@ -75,6 +76,7 @@ class RingRecorder(CallSink):
         self._only, self._marker, self._shared, self._capacity = only, marker, shared, capacity
         self._groups: dict[str, tuple[int, str]] = {}
         self._counts: dict[tuple[str, str, int | None, int], int] = {}
+        self._digests: dict[str, SequenceDigest | None] = {}
         self._pending: dict[int, tuple[str, bool]] = {}
         """By number: the backend, and True if the call blocks its caller."""
         self._on_device: deque[tuple[int, IsDone]] = deque()
@@ -115,6 +117,7 @@ class RingRecorder(CallSink):
         if name not in self._groups:
             text = group_text(RingGroup(name, tuple(ranks), backend, about))
             self._groups[name] = self._ring.intern(text), backend
+            self._digests[name] = self._ring.add_group(text)
 
     def call(self, call: Call, mark: dict[str, Any] | None = None) -> int:
         """Write that an operation is about to be issued, and return its number; -1 if its group is not recorded."""
@@ -155,6 +158,10 @@ class RingRecorder(CallSink):
                 ring.intern(dtype), shape, num_inputs, num_outputs, position, marked, time.time_ns(),
                 ring.intern(plan_op), step,
             )  # fmt: skip
+            digest = self._digests[group]
+            if digest is not None and op not in _MESSAGES:
+                digest.add(op, num_inputs, num_outputs, dtype)
+                ring.digest(digest)
         return seq
 
     def enter(self, plan_op: str, step: int, stage: int, micro_batch: int) -> None:

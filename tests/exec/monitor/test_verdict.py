@@ -1,5 +1,6 @@
 """Verdicts about rings that this process writes for all ranks of a job."""
 
+import re
 import time
 from collections import deque
 from dataclasses import replace
@@ -169,6 +170,32 @@ def test_a_mismatch_that_nccl_lets_pass_is_an_error_though_nobody_waits(tmp_path
     assert (verdict.status, verdict.kind, verdict.causes, verdict.waits) == ("error", "mismatch", (1,), ())
     assert "collective #5 of group 0" in verdict.findings[0].message
     assert next(iter(verdict.lines())) == "cause: rank 1"
+
+
+@pytest.mark.parametrize("more", [2, 77, 1000])
+def test_the_digests_say_since_when_members_differ_whose_records_are_gone(tmp_path, more):
+    ranks = nccl_ranks(tmp_path, 3, capacity=16)
+    for rank in ranks:
+        for number in range(100):
+            rank.do("broadcast" if rank is ranks[2] and number == 41 else "all_reduce")
+    for number in range(more):
+        for rank in ranks[: 3 if number < more - 2 else 2]:
+            rank.do("all_reduce")
+    verdict = check_job(job_of(tmp_path, after_s=1))
+    assert (verdict.kind, verdict.causes) == ("mismatch", (2,))
+    first, last = map(int, re.search(r"one of #(\d+) to #(\d+) ", verdict.findings[0].message).groups())
+    assert first <= 41 <= last
+
+
+def test_equal_sequences_have_equal_digests_whatever_their_ranks_may_differ_in(tmp_path):
+    ranks = nccl_ranks(tmp_path, capacity=4)
+    for number in range(300):
+        for rank in ranks[: 1 + (number < 290)]:
+            rank.do("all_reduce")
+            rank.do("all_to_all", size=1 + number % 3 + rank.ring.rank)
+            rank.ring.issue("all_gather", "0", None, 0, "float32", (2,), 2 + rank.ring.rank, 5)
+            rank.do("send", 1 - rank.ring.rank, size=rank.ring.rank + 1)
+    assert Follower(tmp_path).look() is None
 
 
 @pytest.mark.parametrize("killed", [0, 1])
