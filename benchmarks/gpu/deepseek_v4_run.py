@@ -79,12 +79,7 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     zb_v = {**one, "kind": "zb_v", "num_chunks": 2}
     yield "pp 2, 1f1b", plan
     yield "pp 2, zb_v", {**plan, "schedule": zb_v}
-    length = size["seq_length"]
-    packed = {
-        **spec, "documents": [length * 5 // 8, length - length * 5 // 8],
-        "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 65536},
-    }  # fmt: skip
-    yield "pp 2, zb_v, documents", {**plan, "schedule": zb_v, "model": {**model, "compressed_attention": packed}}
+    yield "pp 2, zb_v, documents", {**plan, "schedule": zb_v, "model": with_documents(model)}
     yield "pp 2, 1f1b, MTP", {**plan, "model": {**model, "mtp": MTP}}
     wide = {**run, "dtype": "float32"}  # in bfloat16 another order of sums also changes choices
     for name, topology in {"ep 2": {"ep": 2}, "tp 2, SP": {"tp": 2, "sequence_parallel": True}}.items():
@@ -101,20 +96,26 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     yield from on_one_gpu(plan, {} if device == "cpu" else WIDE)
 
 
+def with_documents(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model with two documents in each sequence, and YaRN."""
+    length = model["seq_length"]
+    scaling = {"factor": 16.0, "original_max_position_embeddings": 65536}
+    packed = {"documents": [length * 5 // 8, length - length * 5 // 8], "rope_scaling": scaling}
+    return {**model, "compressed_attention": {**model["compressed_attention"], **packed}}
+
+
 def on_one_gpu(plan: Plan, wider: Mapping[str, Any]) -> Iterator[tuple[str, Plan]]:
     """Plans for the peaks of each type of attention, with and without streams, and of what is recomputed."""
     experts = {**plan["model"]["moe"], **wider.get("moe", {})}
     model = {**plan["model"], **wider, "moe": experts}
     spec, schedule = model["compressed_attention"], {**plan["schedule"], "num_micro_batches": 2}
     models: dict[str, dict[str, Any]] = {
-        name: {**model, "compressed_attention": {**spec, "layer_types": [kind] * 4}}
-        for kind in TYPES
-        for name in (kind, f"{kind}, no streams")
+        "all types, MTP": {**model, "mtp": MTP},
+        "all types, documents and YaRN": with_documents(model),
     }
-    for name in models:
-        if "no streams" in name:
-            del models[name]["hyper_connections"]
-    models |= {"all types": model, "all types, MTP": {**model, "mtp": MTP}}
+    for attention, types in {**{kind: [kind] * 4 for kind in TYPES}, "all types": TYPES}.items():
+        own = {**model, "compressed_attention": {**spec, "layer_types": types}}
+        models |= {attention: own, f"{attention}, no streams": {**own, "hyper_connections": None}}
     for name, variant in models.items():
         for recompute in ("none", "full"):
             memory = {**MEMORY, "recompute": recompute}

@@ -97,7 +97,7 @@ class Fault(NamedTuple):
 
     @property
     def tensor(self):
-        """What is the first tensor that differs."""
+        """The name of the first tensor that differs."""
         if self.parameter:
             return {"kind": "gradient", "layer": self.block, "parameter": self.parameter}
         return {"layer": self.block, "direction": self.direction, "side": "output"}

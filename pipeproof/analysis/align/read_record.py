@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -266,7 +267,7 @@ class ContinuedRecord:
     def parts(self) -> Iterator[Iterator[RecordedStep]]:
         """The steps of each part."""
         for record, end in zip(self._records, [*self._starts[1:], math.inf], strict=True):
-            yield takewhile(lambda step, end=end: step.step < end, record.steps())  # type: ignore[misc]
+            yield takewhile(partial(_is_before, end), record.steps())
 
     def steps(self) -> Iterator[RecordedStep]:
         """See ``Record``."""
@@ -275,6 +276,10 @@ class ContinuedRecord:
     def values(self, recorded: Recorded) -> Values | None:
         """See ``Record``."""
         return self._records[bisect_right(self._starts, recorded.step) - 1].values(recorded)
+
+
+def _is_before(end: float, step: RecordedStep) -> bool:
+    return step.step < end
 
 
 def _joined(parts: list[Recorded]) -> Recorded:

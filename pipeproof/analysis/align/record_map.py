@@ -197,7 +197,7 @@ class RecordMap:
         name, count = max(Counter(name for _, name in scaled).items(), key=lambda each: each[1], default=("", 0))
         if count > 1:
             keys = " and ".join(f"`{key}`" for key, each in scaled if each == name)
-            fix = "write patterns of which one matches"
+            fix = "let one pattern match it, and no other"
             findings.append(UNREADABLE.finding(f"`scale`: {keys} match `{name}`", file.location("scale"), fix))
         statements = [*file.program()]
         left = [name for statement in statements for name in statement.left]
@@ -327,7 +327,7 @@ def _unknown_names(
 def _unknown(what: str, side: str, name: str, candidates: Iterable[str], location: Location | None) -> Finding:
     near = nearest(name, candidates)
     fix = f"did you mean `{near}`?" if near else "names are those of `state align --draft`, and of a record's lines"
-    return UNKNOWN_TENSOR.finding(f"{what} is no module or parameter of {side} in the first step", location, fix)
+    return UNKNOWN_TENSOR.finding(f"{what} matches no module or parameter of {side} in the first step", location, fix)
 
 
 def _call(tensor: Recorded) -> tuple[str, ...]:

@@ -287,9 +287,9 @@ def _decimals(loss: Array) -> str:
 def named_modules(roots: Any, children: Callable[[Any], Iterable[tuple[str, Any]]]) -> dict[int, tuple[str, Any]]:
     """By id, the name and the module of all modules of a model, or of its stages, as the whole model names them.
 
-    Wrappers give no part of a name. A stage and what spans
-    several of them (by its ``pre_process`` and ``post_process``) is not recorded. Blocks that know their
-    ``layer_number`` in the whole model, from 1 on, are numbered by it.
+    Wrappers give no part of a name. A stage and what spans several of them (by its ``pre_process`` and
+    ``post_process``) is not recorded. Blocks that know their ``layer_number`` in the whole model, from 1 on, are
+    numbered by it.
 
     Raises:
         ValueError: two modules have one name.

@@ -213,8 +213,8 @@ def _duration(entry: LogEntry) -> int:
 def _stages(num_stages: int, steps: Sequence[_MeasuredStep]) -> Iterator[StageTimes]:
     times: dict[tuple[int, OpKind], list[tuple[int, int]]] = defaultdict(list)
     for step in steps:
-        for stage, op_kind, *whole_and_own in step.timed_ops():
-            times[stage, op_kind].append((whole_and_own[0], whole_and_own[1]))
+        for stage, op_kind, whole_ns, own_ns in step.timed_ops():
+            times[stage, op_kind].append((whole_ns, own_ns))
     for stage in range(num_stages):
         ops = []
         for kind in get_args(TimedKind):

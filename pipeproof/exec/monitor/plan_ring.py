@@ -247,7 +247,7 @@ class RingCollectives:
 
 
 class RingBegunCollectives(RingCollectives):
-    """The same of collectives that the rank waits for later: each returns a ``RingBegun``; an ``AsyncCollectives``."""
+    """Collectives that the rank waits for later: each returns a ``RingBegun``; an ``AsyncCollectives``."""
 
     def _call(self, op: str, tensor: Tensor, call: Callable[..., Any], *args: Any) -> RingBegun:
         recorder = self._ring.recorder

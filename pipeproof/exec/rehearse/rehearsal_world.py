@@ -72,16 +72,16 @@ class RehearsalChannels:
         moved = self._channels.post(channel, self._arrays.buffer_of(buffer), [earlier.transfer for earlier in after])
         return self._checked(channel, moved, buffer, buffer)
 
-    def close(self) -> None:
-        """End the threads of the channels."""
-        self._channels.close()
-
     def _checked(
         self, channel: Channel, moved: Transfer, buffer: RehearsalTensor | Slice, tensor: RehearsalTensor
     ) -> RehearsalTransfer:
         op_id = self._arrivals.transfers.next(channel)
         is_send = self._arrivals.graph.ops[op_id].kind in SEND_KINDS
         return RehearsalTransfer(moved, buffer, None if is_send else lambda: self._arrivals.arrived(op_id, tensor))
+
+    def close(self) -> None:
+        """End the threads of the channels."""
+        self._channels.close()
 
 
 class RehearsalSliceChannels(RehearsalChannels):

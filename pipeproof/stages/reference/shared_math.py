@@ -1,4 +1,4 @@
-"""Operations that both references compute alike: on arrays, or by methods that tensors of both frameworks have."""
+"""Operations that both references share: on arrays, or by methods that tensors of both frameworks have."""
 
 from __future__ import annotations
 
