@@ -175,7 +175,8 @@ def _render(finding: Finding, sources: Sources, printer: _Printer, brevity: Brev
         for line in cycle_drawing(finding.witness):
             printer.line((f"{margin} = ", _FRAME), (line, ""), whole=True)
     if finding.cause is not None:
-        printer.line((f"{margin} = ", _FRAME), (f"follows from {finding.cause.code}: {finding.cause.message}", ""))
+        cause, *_ = finding.cause.message.split("\n")
+        printer.line((f"{margin} = ", _FRAME), (f"follows from {finding.cause.code}: {cause}", ""))
     if finding.help is not None:
         first, *more = finding.help.split("\n")
         printer.line((f"{margin} = ", _FRAME), ("help: ", "bold green"), (first, ""))

@@ -236,7 +236,7 @@ def check_log(
     recorded = graph_of_logs(logs)
     table = _table(logs, queue)
     subject = graph_subject(recorded.graph, backend=table, origins=recorded.origins, facts=recorded.facts)
-    whole = all(log.ended for log in logs)
+    whole = all(log.ended and not log.waiting_for for log in logs)
     rules = (*_PAIR_RULES, *_WHOLE_LOG_RULES, *(_IN_ORDER_RULES if _in_order(logs) else ()))
     rules_run = tuple(code for code in (rules if whole else _PAIR_RULES) if selection.picks(code))
     report = check_subject(subject, Selection(select=rules_run or ("none",)), on_progress)
@@ -349,8 +349,8 @@ def stuck_findings(logs: Sequence[RankLog]) -> Iterator[Finding]:
     """
     graph = _waits(logs)
     if cycle := graph.cycle():
-        suggested_fix = "let one of them issue the operation that the other waits for before it waits itself, "
-        yield cycle_finding(HANG_CYCLE, cycle, suggested_fix + "or issue both ends in one batch")
+        suggested_fix = "let one of them issue the operation that the other waits for before it waits itself"
+        yield cycle_finding(HANG_CYCLE, cycle, suggested_fix + ", or issue both ends in one batch" * _in_order(logs))
         return
     by_rank = {log.rank: log for log in logs}
     for (rank,) in graph.ends():

@@ -146,8 +146,8 @@ class RankLog:
 
     @property
     def waiting_for(self) -> tuple[int, ...]:
-        """Operations that the host was waiting for at the end of an unfinished log."""
-        if self.ended or not self.events:
+        """Operations that the host was waiting for when the log ended, or when that wait raised an error."""
+        if not self.events or (self.ended and self.error is None):
             return ()
         last = self.events[-1]
         of = last.of if isinstance(last, LoggedWait) else (last.seq,) if last.blocks else ()

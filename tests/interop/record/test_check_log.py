@@ -235,6 +235,18 @@ def test_ranks_that_were_killed_while_they_waited(tmp_path):
     assert len(by_code["PP941"]) == 3
 
 
+def test_ranks_whose_waits_for_each_other_ended_with_an_error(tmp_path):
+    """Two sends that block until they are received, on gloo: after its timeout, both ranks raise."""
+    error = RuntimeError("timed out")
+    for rank, peer in zip(ranks(tmp_path), (1, 0), strict=True):
+        rank.recorder.failed((rank.send(peer, blocks=True),), error)
+        rank.end(error)
+    by_code = found(tmp_path)
+    assert sorted(by_code) == ["PP931", "PP944"]
+    assert [op.op[:9] for op in by_code["PP931"][0].witness.ops] == ["send 0->1", "send 1->0"]
+    assert "batch" not in by_code["PP931"][0].help  # gloo has none
+
+
 def test_a_rank_that_another_waits_for_has_ended(tmp_path):
     first, second = ranks(tmp_path)
     first.recorder.waits([first.recv(1)])
