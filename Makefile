@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.dev           ## the tests that take minutes, with the CPU Paddle; what it leaves out is for test-all
+test: $(VENV)/.dev           ## most tests, in some minutes, with the CPU Paddle; test-all runs the rest, too
 	$(PYTEST) -m 'not slow and not needs_torch and not needs_browser' --hypothesis-profile quick
 
 test-all: test test-rest test-browser fuzz    ## every test; Debian's Chromium and PyTorch are installed for it
@@ -103,7 +103,7 @@ $(VENV)/bin/python:
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 	@echo "installing PaddlePaddle for CPUs and pipeproof into $(VENV): 1.1 GB, one to five minutes by the network"
 	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -e '.[cpu]'
-	$(BIN)/python -m compileall -q pipeproof    # pip compiles what it installs, but not an editable package
+	$(BIN)/python -m compileall -q pipeproof    # pip compiles installed packages, but not an editable one
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
