@@ -129,7 +129,7 @@ def test_weight_gradients_compute_no_forward_again(pending, monkeypatch):
 
 def test_what_a_weight_gradient_needs_lives_until_it_is_computed(pending):
     _, gradients = pending
-    kept = [weakref.ref(tensor) for use in gradients._uses for tensors in use for tensor in tensors]
+    kept = [weakref.ref(tensor) for use in gradients._uses for tensors in use.args for tensor in tensors]
     gc.collect()
     assert len(kept) == 2 * (1 + 4 * 7 + 1 + 1), "one value and its gradient for each weight"
     assert all(reference() is not None for reference in kept)
@@ -141,7 +141,7 @@ def test_what_a_weight_gradient_needs_lives_until_it_is_computed(pending):
 def test_a_weight_gradient_frees_each_use_as_it_goes(pending, monkeypatch):
     """W needs less and less: nothing is held until its end."""
     _, gradients = pending
-    kept = [weakref.ref(gradient) for _, of_use in gradients._uses for gradient in of_use]
+    kept = [weakref.ref(gradient) for use in gradients._uses for gradient in use.args[1]]
     alive, backward = [], paddle.autograd.backward
 
     def counted(*args):

@@ -1,10 +1,11 @@
 """Weights of one stage on one rank: this rank's shards, lent weights, the split backward, inputs that W gathers again.
 
-Each framework has its own implementation of the split backward.
+Each framework has its own implementation of the uses of a weight.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,11 +18,23 @@ from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.synthetic import initial_weight
 
 
-class WeightGradients(Protocol):
+class WeightGradients:
     """Deferred weight gradients of one work item."""
 
+    def __init__(self) -> None:
+        self._uses: deque[Callable[[], None]] = deque()
+
+    def defer(self, add: Callable[[], None]) -> None:
+        """Store the call that adds the gradient of one use of a weight, or of several uses with one graph."""
+        self._uses.append(add)
+
     def accumulate(self) -> None:
-        """Compute the gradients and add them to the weights' buffers. A second call adds nothing."""
+        """Add the gradients to the weights' buffers in the order of the backward, and free their memory.
+
+        A second call adds nothing.
+        """
+        while self._uses:
+            self._uses.popleft()()
 
 
 class SplitWeights(Protocol):
@@ -59,6 +72,36 @@ class SplitWeights(Protocol):
 
     def scaled_and_shifted(self, activation: Tensor, scale: Weight, shift: Weight, sizes: Sequence[int]) -> Tensor:
         """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K]."""
+
+
+class DeferringWeights:
+    """The backward of a ``SplitWeights``, which collects what its uses of weights defer.
+
+    ``run_backward`` is autograd's, of roots and their gradients.
+    """
+
+    def __init__(
+        self, run_backward: Callable[..., None], make_gradients: Callable[[], WeightGradients] = WeightGradients
+    ) -> None:
+        self._run_backward, self._make_gradients = run_backward, make_gradients
+        self._collected = make_gradients()
+
+    def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
+        """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights.
+
+        ``gradient`` is the gradient of ``output``, None for a scalar loss.
+        """
+        self._collected = self._make_gradients()
+        self._run_backward([output], [gradient])
+        collected, self._collected = self._collected, self._make_gradients()
+        return collected
+
+    def accumulate_deferred(self) -> None:
+        """Implement ``SplitWeights.accumulate_deferred``."""
+        self._collected.accumulate()
+
+    def _defer(self, add: Callable[[], None]) -> None:
+        self._collected.defer(add)
 
 
 class BorrowedWeight(Protocol):

@@ -16,7 +16,6 @@ The split is that of Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,7 +24,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
-from pipeproof.stages.common.weights import source_of
+from pipeproof.stages.common.weights import DeferringWeights, source_of
 from pipeproof.stages.paddle.functional import fork, rms_norm
 
 Tensor: TypeAlias = paddle.Tensor
@@ -35,60 +34,22 @@ View: TypeAlias = Callable[[Tensor], Tensor]
 """A part of a weight, with dims for broadcasting."""
 
 
-class WeightGradients:
-    """Deferred weight gradients of one micro-batch.
-
-    Each use of a weight is stored as its value, on the graph to the weight, and the gradient of the value.
-    """
-
-    def __init__(self) -> None:
-        self._uses: deque[tuple[Sequence[Tensor], Sequence[Tensor]]] = deque()
-
-    def defer(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Store a use of a weight, or several uses with one graph."""
-        self._uses.append((values, gradients))
-
-    def accumulate(self) -> None:
-        """Add the gradients to the weights' buffers, in the order of the backward, and free their memory.
-
-        A second call adds nothing.
-        """
-        while self._uses:
-            values, gradients = self._uses.popleft()
-            paddle.autograd.backward(list(values), list(gradients))
-
-
 def layer_norm(activation: Tensor) -> Tensor:
     """``(x - mean(x)) / sqrt(var(x) + eps)`` over the last dim, before the weight and the bias."""
     x = paddle.assign(activation)
     return rms_norm(x - paddle.mean(x, axis=-1, keepdim=True))
 
 
-class SplitWeights:
+class SplitWeights(DeferringWeights):
     """The weights of one stage as its layers use them.
-
-    ``backward`` runs the backward of one micro-batch and collects the deferred weight gradients.
 
     Layers compute with weights rounded to ``dtype``; None means no rounding. Rounding is a part of the small graphs:
     the gradient of each use is computed in ``dtype`` and added in the weight's own type.
     """
 
     def __init__(self, dtype: str | None = None) -> None:
-        self._collected, self._dtype = WeightGradients(), dtype
-
-    def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
-        """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights.
-
-        ``gradient`` is the gradient of ``output``, None for a scalar loss.
-        """
-        self._collected = WeightGradients()
-        paddle.autograd.backward([output], [gradient])
-        collected, self._collected = self._collected, WeightGradients()
-        return collected
-
-    def accumulate_deferred(self) -> None:
-        """Implement ``common.weights.SplitWeights.accumulate_deferred``."""
-        self._collected.accumulate()
+        super().__init__(paddle.autograd.backward)
+        self._dtype = dtype
 
     def product(
         self, activation: Tensor, weight: Tensor, *, transposed: bool = False, dtype: str | None = None
@@ -113,7 +74,7 @@ class SplitWeights:
             return [x + view(copy) for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
 
         # The deferred gradient needs its own memory: autograd may add to the gradient of the input in place.
-        return used_on_each(activations, values, paddle.clone, self._defer)
+        return used_on_each(activations, values, paddle.clone, self._defer_use)
 
     def scaled_and_shifted(self, activation: Tensor, scale: Tensor, shift: Tensor, sizes: Sequence[int]) -> Tensor:
         """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K].
@@ -155,7 +116,7 @@ class SplitWeights:
         value = self._rounded(weight).clone()
         leaf = value.detach()
         leaf.stop_gradient = False
-        leaf.register_hook(lambda gradient: self._defer([value], [gradient]))
+        leaf.register_hook(lambda gradient: self._defer_use([value], [gradient]))
         return leaf
 
     def fixed(self, weight: Tensor) -> Tensor:
@@ -180,7 +141,7 @@ class SplitWeights:
             activations,
             values,
             lambda gradient: _product(gradient, self._rounded(weight), not transposed, dtype).astype(own_dtype),
-            self._defer,
+            self._defer_use,
         )
 
     def norm_each(self, activations: Sequence[Tensor], weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
@@ -198,7 +159,7 @@ class SplitWeights:
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
             return [x * copy for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
 
-        return used_on_each(activations, values, lambda gradient: gradient * self._rounded(weight), self._defer)
+        return used_on_each(activations, values, lambda gradient: gradient * self._rounded(weight), self._defer_use)
 
     def rows(self, indices: Sequence[Tensor], weight: Tensor, axis: int = 0) -> Tensor:
         """Rows of ``weight`` for tensors of indices, joined along ``axis``: [..] each and [V, K] to [.., K].
@@ -210,7 +171,7 @@ class SplitWeights:
         value = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=axis)
         output = value.detach()
         output.stop_gradient = False
-        output.register_hook(lambda gradient: self._defer([value], [gradient]))
+        output.register_hook(lambda gradient: self._defer_use([value], [gradient]))
         return output
 
     def _rounded(self, weight: Tensor) -> Tensor:
@@ -219,11 +180,16 @@ class SplitWeights:
     def _used(
         self, activation: Tensor, value_of: Callable[[Tensor], Tensor], input_gradient: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        (value,) = used_on_each([activation], lambda xs: [value_of(xs[0])], input_gradient, self._defer)
+        (value,) = used_on_each([activation], lambda xs: [value_of(xs[0])], input_gradient, self._defer_use)
         return value
 
-    def _defer(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        self._collected.defer(values, gradients)
+    def _defer_use(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Leave to W a use of a weight: its values, on the graph to the weight, and their gradients."""
+        self._defer(partial(_run_graph, list(values), list(gradients)))
+
+
+def _run_graph(values: list[Tensor], gradients: list[Tensor]) -> None:
+    paddle.autograd.backward(values, gradients)
 
 
 def _product(x: Tensor, weight: Tensor, transposed: bool, dtype: str | None) -> Tensor:

@@ -10,7 +10,6 @@ Shape letters: N rows of any number of leading dims, K and M columns.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeproof.stages.common.backend_ops import NORM_EPSILON
-from pipeproof.stages.common.weights import GatheredInput, source_of
+from pipeproof.stages.common.weights import DeferringWeights, GatheredInput, WeightGradients, source_of
 from pipeproof.stages.torch.functional import Groups, even_groups, grouped_gradients, grouped_product, is_one_kernel
 
 Tensor: TypeAlias = torch.Tensor
@@ -81,46 +80,18 @@ View: TypeAlias = Callable[[Tensor], Tensor]
 """A view of a weight, or of its gradient."""
 
 
-class WeightGradients:
-    """Deferred weight gradients of one micro-batch."""
-
-    def __init__(self) -> None:
-        self._uses: deque[Callable[[], None]] = deque()
-
-    def defer(self, add: Callable[[], None]) -> None:
-        """Store a use of a weight."""
-        self._uses.append(add)
-
+class _TorchGradients(WeightGradients):
     def accumulate(self) -> None:
-        """Add the gradients in the order of the backward and free their memory. A second call adds nothing."""
         with torch.no_grad():
-            while self._uses:
-                self._uses.popleft()()
+            super().accumulate()
 
 
-class SplitWeights:
-    """The weights of one stage as its layers use them.
-
-    ``backward`` runs the backward of one micro-batch and collects the deferred weight gradients.
-    """
+class SplitWeights(DeferringWeights):
+    """The weights of one stage as its layers use them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._collected = WeightGradients()
+        super().__init__(torch.autograd.backward, _TorchGradients)
         self._anchor = torch.empty(0, device=device, requires_grad=True)  # a leaf for lookups and norms
-
-    def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
-        """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights.
-
-        ``gradient`` is the gradient of ``output``, None for a scalar loss.
-        """
-        self._collected = WeightGradients()
-        torch.autograd.backward([output], [gradient])
-        collected, self._collected = self._collected, WeightGradients()
-        return collected
-
-    def accumulate_deferred(self) -> None:
-        """Implement ``common.weights.SplitWeights.accumulate_deferred``."""
-        self._collected.accumulate()
 
     def product(
         self, activation: Tensor, weight: Weight, *, transposed: bool = False, dtype: str | None = None
@@ -172,9 +143,6 @@ class SplitWeights:
     def rows(self, indices: Tensor, weight: Weight) -> Tensor:
         """Rows of ``weight`` by index: [..] and [V, K] to [.., K]. No gradient flows further back."""
         return _Rows.apply(self._anchor, indices, weight, self._defer)
-
-    def _defer(self, add: Callable[[], None]) -> None:
-        self._collected.defer(add)
 
 
 Defer: TypeAlias = Callable[[Callable[[], None]], None]

@@ -17,7 +17,7 @@ from pipeproof.exec.train.paddle.stage_layers import LossFunction
 from pipeproof.exec.train.paddle.step_data import StepData
 from pipeproof.exec.train.script_framework import ScriptFramework, StageErrors
 from pipeproof.exec.train.stage_boundaries import Boundaries, leaves_of
-from pipeproof.stages.paddle.weights import WeightGradients
+from pipeproof.stages.common.weights import WeightGradients
 
 Tensor: TypeAlias = paddle.Tensor
 
