@@ -18,7 +18,6 @@ from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage, member_values, t
 from pipeproof.exec.rank.paddle import comm, nccl
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.exec.store.rendezvous import await_store
-from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.synthetic import Batch, micro_batch
 from pipeproof.stages.paddle.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
@@ -121,6 +120,9 @@ class PaddleFramework:
     """
 
     has_values = True
+    optimizer = StageOptimizer
+    sharded_optimizer = ShardedOptimizer
+    clip = GradientClip
 
     def __init__(self, device: str = "cpu", *, computes: bool = True) -> None:
         self.arrays = PaddleArrays()
@@ -139,17 +141,6 @@ class PaddleFramework:
 
     def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> PaddleStages:
         return PaddleStages(plan, coords, collectives)
-
-    def optimizer(self, run: RunSpec, weights: Mapping[str, paddle.Tensor]) -> StageOptimizer:
-        return StageOptimizer(run, weights)
-
-    def sharded_optimizer(
-        self, run: RunSpec, weights: Mapping[str, paddle.Tensor], num_shards: int, index: int
-    ) -> ShardedOptimizer:
-        return ShardedOptimizer(run, weights, num_shards, index)
-
-    def clip(self, counted: Mapping[int, paddle.Tensor], num_weights: int, limit: float, dtype: str) -> GradientClip:
-        return GradientClip(counted, num_weights, limit, dtype)
 
     def gradient(self, weight: paddle.Tensor) -> paddle.Tensor:
         return weight.grad

@@ -16,7 +16,6 @@ from pipeproof.exec.rank.framework_protocol import RankStage, StageCollectives
 from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
 from pipeproof.exec.rank.torch.arrays import TorchArrays, as_this_thread
 from pipeproof.exec.rank.torch.comm import TorchWorld, connect
-from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.common.experts import Balance
 from pipeproof.stages.common.work_items import WorkItem
 from pipeproof.stages.describe.boundary import Boundary
@@ -138,6 +137,8 @@ class TorchFramework:
     """
 
     has_values = True
+    optimizer = StageOptimizer
+    sharded_optimizer = ShardedOptimizer
 
     def __init__(self, device: str, local_rank: int = 0, *, computes: bool = True, deterministic: bool = False) -> None:
         self.device = start_torch(device, local_rank, computes=computes, deterministic=deterministic)
@@ -159,14 +160,6 @@ class TorchFramework:
 
     def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> TorchStages:
         return TorchStages(plan, coords, collectives, self.device)
-
-    def optimizer(self, run: RunSpec, weights: Mapping[str, Weight]) -> StageOptimizer:
-        return StageOptimizer(run, weights)
-
-    def sharded_optimizer(
-        self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, index: int
-    ) -> ShardedOptimizer:
-        return ShardedOptimizer(run, weights, num_shards, index)
 
     def clip(self, counted: Mapping[int, Weight], num_weights: int, limit: float, dtype: str) -> GradientClip:
         return GradientClip(counted, num_weights, limit, wide_type(getattr(torch, dtype)), self.device)
