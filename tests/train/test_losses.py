@@ -12,26 +12,8 @@ from pipeproof.exec.train.torch.step_loss import (
     earlier_aside,
     loss_terms,
 )
-from tests.train.launch import launch
-from tests.train.test_compositions import require_done
 
 pytestmark = pytest.mark.needs_torch
-
-
-@pytest.fixture(scope="module")
-def ran():
-    return launch("losses.py", 2, timeout=600)
-
-
-@pytest.mark.parametrize("case", ["tokens", "data_ranks", "refusals"])
-def test_gradients_are_those_of_a_sum_over_all_micro_batches_divided_by_its_count(ran, case):
-    require_done(ran, 2, case)
-
-
-@pytest.mark.needs("transformers")
-@pytest.mark.parametrize("case", ["shares", "means"])
-def test_a_causal_lm_divides_by_the_labels_of_the_whole_step_as_transformers_does(ran, case):
-    require_done(ran, 2, case)
 
 
 def test_a_loss_function_returns_a_scalar_with_or_without_a_count_and_metrics():
