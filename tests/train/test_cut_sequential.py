@@ -92,8 +92,8 @@ class Other(nn.Sequential):
         (mlp(), 2, [5, 0], "leaves stage 1 0"),
         (mlp(), 2, [5], "has 1 sizes, and num_stages is 2"),
         (mlp(), 2, [2, 2], "adds up to 4"),
-        (nn.Linear(2, 2), 1, None, "Linear is no nn.Sequential"),
-        (Other(nn.Linear(2, 2)), 1, None, "Other is no nn.Sequential with the forward of nn.Sequential"),
+        (nn.Linear(2, 2), 1, None, "Linear is not an nn.Sequential"),
+        (Other(nn.Linear(2, 2)), 1, None, "Other is not an nn.Sequential with the forward of nn.Sequential"),
         (nn.Sequential(*[nn.BatchNorm1d(4)] * 2), 2, None, "buffer 0.running_mean of stage 0 is also 1.running_mean"),
     ],
 )

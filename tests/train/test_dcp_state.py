@@ -257,7 +257,7 @@ def test_damaged_files_are_refused_before_anything_changes(saved):
     assert f"{file} is missing; it holds" in code_of(lambda: load_dcp(saved, stages, optimizer))[1]
     assert digests_of(stages, optimizer) == before
     (saved / ".metadata").unlink()
-    assert "is no distributed checkpoint" in code_of(lambda: load_dcp(saved, stages, optimizer))[1]
+    assert "is not a distributed checkpoint" in code_of(lambda: load_dcp(saved, stages, optimizer))[1]
 
 
 def test_changed_elements_are_refused_before_anything_changes(saved):
@@ -340,5 +340,5 @@ def test_another_directory_is_never_replaced(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("a")
     code, text = code_of(lambda: save_dcp(tmp_path / "notes", fresh()[0]))
-    assert (code, "exists, and is no distributed checkpoint" in text) == ("PP936", True)
+    assert (code, "exists, and is not a distributed checkpoint" in text) == ("PP936", True)
     assert (tmp_path / "notes" / "a.txt").read_text() == "a"

@@ -137,7 +137,7 @@ def bad_input(_):
     own = {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x}
     layers = [nn.Linear(4, 4) for _ in range(3)]
     for model, num, text in (
-        (nn.Linear(4, 4), 4, "Linear is no model of transformers and no nn.Sequential"),
+        (nn.Linear(4, 4), 4, "Linear is neither a model of transformers nor an nn.Sequential"),
         (nn.Sequential(layers[0]), 4, "no schedule exists for 1 layer, 2 ranks"),
         (nn.Sequential(*layers), 0, "num_micro_batches is 0: give at least 1"),
         (nn.Sequential(*layers, nn.Linear(5, 4)), 4, "layer 3 cannot run on the example"),

@@ -1,4 +1,4 @@
-"""Layers of a stage that was cut from a model: their names in a plan, their weights, and what one run shows of them."""
+"""Layers of a stage that was cut from a model: their names in a plan, their weights, and their outputs in one run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _described(
 def _kinds(
     stage: nn.Module, layers: CutLayers, owned: Sequence[Mapping[str, tuple[str, nn.Parameter]]]
 ) -> Iterator[str]:
-    """The class of each block; of layers around them those of all modules with weights."""
+    """The class of each block; for the layers around the blocks, the classes of all their modules with weights."""
     classes: dict[int, str] = {}
     for part in stage.modules():
         classes |= {id(x): type(part).__name__ for x in part.parameters(recurse=False) if id(x) not in classes}

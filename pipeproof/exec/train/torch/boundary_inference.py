@@ -31,10 +31,10 @@ from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 class StageRun:
     """Result of one run of a stage. ``inner`` are the outputs of its layers but the last, None if not seen.
 
-    ``kept`` are the bytes that each layer keeps for the backward; None if not seen.
-    ``recomputes_reentrantly`` is True for activation checkpointing with ``use_reentrant=True``, where it was seen.
-    ``uses`` are the arguments, by position or keyword, that the gradient of each output reaches, for the last stage of
-    all outputs together; None if not seen.
+    ``kept`` has the bytes that each layer keeps for the backward; None if not seen. ``recomputes_reentrantly`` is True
+    for activation checkpointing with ``use_reentrant=True``, where it was seen. ``uses`` has for each output the
+    arguments, by position or keyword, that its gradient reaches; the last stage has one entry for all outputs. None if
+    not seen.
     """
 
     form: Form
@@ -57,9 +57,9 @@ def run_stage(
 ) -> StageRun:
     """Run one stage on the arguments of a micro-batch; tensors may be on the meta device.
 
-    Compiled modules run uncompiled. ``layers`` are those of the stage whose outputs are to be seen.
+    Compiled modules run uncompiled. ``layers`` are the layers of the stage whose outputs are recorded.
 
-    What the last stage returns is between it and the loss function, and is not described.
+    The output of the last stage goes only to the loss function, and is not described.
 
     Raises:
         PipelineError: the module raises, or returns something that cannot cross.
@@ -120,7 +120,7 @@ def _run_with_gradients(
     number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
     *, is_last: bool, layers: CutLayers | None,
 ) -> StageRun:  # fmt: skip
-    saved: list[tuple[ref[torch.Tensor], int]] = []  # what is kept, while its node lives, and the layer that runs
+    saved: list[tuple[ref[torch.Tensor], int]] = []  # kept memory, while its node lives, and the layer that runs
     watch = LayerWatch(module, layers)
 
     def see(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def unchanged_state(modules: Iterable[nn.Module], device: torch.device) -> Itera
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Put the module's buffers back as they were, those that the run replaced included."""
+    """Put the module's buffers back as they were, including buffers that the run replaced."""
     kept = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]  # noqa: SLF001
     values = [None if buffer is None or buffer.is_meta else buffer.detach().clone() for _, _, buffer in kept]
     try:

@@ -1,8 +1,8 @@
 """Communication of a pipeline that trains a script's modules: groups of its own, in addition to the script's.
 
 Each channel, and each group that sums shared weights, has a process group of its own that the script cannot reach: no
-hook or library can put its messages between the pipeline's. They are made from the store of the script's default group
-by their members alone, so that pipelines of one mesh need not agree on an order.
+hook or library can put its messages between the pipeline's. Only their members take part in making them, through the
+store of the script's default group: pipelines of one mesh need no common order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Round, conne
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
 from pipeproof.stages.torch.runtime import start_backward_thread
 
-# --- Process groups of the script. A pipeline refers to them weakly, so that they end when the script destroys them ---
-# A group of gloo that lives on has threads, which drop the tensors of their last work. Where one does so while the
-# interpreter ends, CPython ends that thread inside of C++, and the process aborts ("terminate called without an active
+# --- Process groups of the script. A pipeline holds weak references: the groups end when the script destroys them ---
+# A gloo group that lives on has threads, which drop the tensors of their last work. If a thread does this while the
+# interpreter ends, CPython ends the thread inside of C++, and the process aborts ("terminate called without an active
 # exception").
 
 
@@ -87,8 +87,8 @@ _T = TypeVar("_T")
 class Connection:
     """A connection by its descriptor. The addresses show whether the descriptor has since been used for another.
 
-    ``ProcessGroupGloo.abort`` wakes nobody (PyTorch 2.13): who waits for a message waits until its time limit. Shutting
-    the connection down ends the wait at once, with an error, on both of its ends.
+    ``ProcessGroupGloo.abort`` wakes nobody (PyTorch 2.13): a thread that waits for a message waits until its time
+    limit. Shutting the connection down ends the wait at once, with an error, on both of its ends.
     """
 
     descriptor: int
@@ -131,9 +131,9 @@ def _addresses(descriptor: int) -> tuple[Any, Any] | None:
 
 _TAG: Final = 0
 AFTER_WATCH_S: Final = 60.0
-"""The backend's own time limit is this much later than that of the stall watch, which knows the operation.
+"""The backend's own time limit is this much later than the stall watch's, which knows the operation.
 
-gloo takes the one that it was made with for messages; ``set_timeout`` changes that of collectives alone.
+For messages, gloo uses the limit that it was made with; ``set_timeout`` only changes the limit of collectives.
 """
 
 
@@ -171,7 +171,7 @@ def _recv(backend: Any, buffer: torch.Tensor, member: int) -> Any:
 class OrderedSums:
     """Sums over one group of ranks, added in group order; a ``Collectives`` for gradients of shared weights.
 
-    ``members`` are places in the pipeline, and ``ranks`` the same ranks in the plan's mesh.
+    ``members`` are ranks of the pipeline, and ``ranks`` the same ranks in the plan's mesh.
     """
 
     def __init__(self, members: tuple[int, ...], ranks: tuple[int, ...], backend: Any) -> None:
@@ -189,7 +189,7 @@ class OrderedSums:
         return parts
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite the tensor with that of the first member."""
+        """Overwrite the tensor with the first member's tensor."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._backend.broadcast([tensor], options).wait()
@@ -201,7 +201,7 @@ class OrderedSums:
 
 @dataclass(frozen=True)
 class StageWorld:
-    """The connected groups of one rank; a ``World``. ``rank`` is the place in the pipeline."""
+    """The connected groups of one rank; a ``World``. ``rank`` is the rank in the pipeline."""
 
     rank: int
     channels: StageChannels
@@ -210,16 +210,16 @@ class StageWorld:
     backends: list[Any]
     group: ScriptGroup
     rounds: tuple[Round, ...] = ()
-    """Connections of the hosts, by which all ranks agree on a step."""
+    """Connections of the hosts, over which all ranks agree on a step."""
     connections: tuple[Connection, ...] = ()
-    """Those of gloo backends."""
+    """Connections of gloo backends."""
 
     def barrier(self) -> None:
         """Wait until all ranks of the pipeline have called this."""
         dist.barrier(self.group())
 
     def abort(self) -> None:
-        """Give up all communication, so that ranks that wait for this one end with an error."""
+        """Abort all communication: ranks that wait for this one get an error."""
         connections = [each.shut_down for each in self.connections], [each.shut_down for each in self.rounds]
         for end in chain((backend.abort for backend in self.backends), *connections):
             try:
@@ -245,9 +245,9 @@ def connect_stages(
     group: ScriptGroup,
     timeout_s: float,
 ) -> StageWorld:
-    """Make this rank's groups and use each once, so that the first step connects nothing.
+    """Make this rank's groups and use each once: the first step then connects nothing.
 
-    ``index`` is the rank's place in the pipeline, which is its rank in ``graph``; ``store`` is the pipeline's own, and
+    ``index`` is the rank in the pipeline, which is its rank in ``graph``; ``store`` is the pipeline's own, and
     ``group`` the script's.
 
     Raises:

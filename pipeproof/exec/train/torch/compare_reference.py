@@ -1,4 +1,4 @@
-"""Comparison of gradients with those of the unpartitioned module, run on one rank in the plan's order of sums."""
+"""Comparison of gradients with the unpartitioned module, which runs on one rank in the plan's order of sums."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def compare_with_reference(
 ) -> Comparison:
     """Load the pipeline's weights into the reference, run it, and compare.
 
-    ``shards`` has of each rank the keys ``loss``, ``weights`` and ``gradients``, the last two by (stage, name), and
+    ``shards`` has for each rank the keys ``loss``, ``weights`` and ``gradients``, the last two by (stage, name), and
     ``received``, the (stage, name) of the weights with a gradient. ``data`` has the micro-batches of the step, and
     keyword arguments under 0. With ``is_compiled`` some operations ran in compiled graphs.
     """
@@ -154,7 +154,7 @@ class _Runs:
         self._exact: dict[str, torch.Tensor] | None = None
 
     def summed(self, orders: Sequence[Order]) -> dict[str, torch.Tensor]:
-        """The gradients of all micro-batches: each order's sum, and these added in turn, as copies of a stage do."""
+        """The gradients of all micro-batches: each order's sum, then these sums in turn, as copies of a stage do."""
         parts = [self._of(order) for order in orders]
         total = dict(parts[0])
         for part in parts[1:]:
@@ -181,7 +181,7 @@ class _Runs:
         return max(1.0, relative_difference(float(torch.as_tensor(sizes).max()) * scale, largest(gradient)))
 
     def noise(self, name: str, gradient: Array) -> float:
-        """The reference's own relative distance from float64: compiled operations round at other places."""
+        """The reference's own relative distance from float64: compiled operations round at other steps."""
         if self._exact is None:
             with torch.autocast(self._of((0,))[name].device.type, enabled=False):
                 module = copy.deepcopy(self._module).double()

@@ -5,8 +5,9 @@ with weights that another stage holds are replaced (``partial_modules``). The re
 the stage's own returns what the stage received. So each stage computes position ids, rotary embeddings and
 masks with the model's own code, only what blocks return crosses the boundaries, and parameters have the model's names.
 
-Not every forward can be run so. The cut runs the model and its stages on a small batch and compares the operations that
-led to the result, weight by weight (``OperationTrace``). A model whose stages would compute anything else is refused.
+Not every forward can be run in this way. The cut runs the model and its stages on a small batch and compares the
+operations that led to the result, weight by weight (``OperationTrace``). It refuses a model whose stages would compute
+something else.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ KNOWN_MODELS = (
 """Models that tests train. ``validation/results/families.md`` has the results of all families of the library."""
 
 _OPTIONAL = ("attention_mask", "position_ids", "token_type_ids", "decoder_attention_mask")
-"""Keyword arguments that the cut is checked with, where the model takes them."""
+"""Keyword arguments that the cut is checked with, if the model takes them."""
 
 _FIRST_ALONE = ("pixel_values", "pixel_values_videos", "image_features", "input_features", "input_values")
-"""Inputs of encoders in the first stage, which later stages have no use for."""
+"""Inputs of encoders in the first stage, which later stages do not use."""
 
 
 def stages_of_transformers(
@@ -73,33 +74,33 @@ def stages_of_transformers(
     """Cut a model of ``transformers`` into stages that hold its own submodules; the model itself is not changed.
 
     Stage 0 has the embeddings, and encoders of images, and takes the model's main input, such as ``input_ids`` (batch,
-    sequence). The last stage has the final norm and the head, and returns logits; use ``causal_lm_loss`` on those of a
-    causal LM. Every stage takes the keyword arguments of the model that the cut was checked with: ``attention_mask``,
-    ``position_ids`` and ``token_type_ids`` (batch, sequence) where the model has them, and those of ``example``. Caches
-    are off. On the meta device the mask is ignored, and shapes are right.
+    sequence). The last stage has the final norm and the head, and returns logits; for a causal LM use
+    ``causal_lm_loss``. Every stage takes the keyword arguments of the model that the cut was checked with:
+    ``attention_mask``, ``position_ids`` and ``token_type_ids`` (batch, sequence) if the model has them, and all names
+    in ``example``. Caches are off. On the meta device the mask is ignored; shapes are right.
 
     An encoder and a decoder with cross attention are cut one after the other: some stages have encoder blocks, the
     others decoder blocks, and the encoder's output crosses all boundaries after it. Every stage takes
     ``decoder_input_ids``.
 
-    A parameter has the same name in its stage as in the model, so that state dicts of stages are parts of the model's.
-    A weight that several stages use, as with ``tie_word_embeddings``, is listed in ``ModelStages.tied``. Gradient
-    checkpointing of the blocks works as in the model, if it is enabled on the model before or after the cut. Of a
-    compiled model or a ``PeftModel`` the model inside is cut.
+    A parameter has the same name in its stage as in the model: state dicts of stages are parts of the model's. A weight
+    that several stages use, as with ``tie_word_embeddings``, is listed in ``ModelStages.tied``. Gradient checkpointing
+    of the blocks works as in the model, if it is enabled on the model before or after the cut. For a compiled model or
+    a ``PeftModel``, the model inside is cut.
 
     Args:
         model: A model with a head, such as ``LlamaForCausalLM``, on the CPU, a GPU or the meta device.
         num_stages: The number of stages.
-        blocks_per_stage: The number of blocks of each stage. A stage may have none; one between others then returns
-            its input. With ``even`` they differ by one at most, and the first stages have more. Without it the largest
-            stage has as few FLOPs as possible: those of matrix products and attention in a forward on ``example``, or
-            on a few tokens, where attention counts little. A backward has twice as many in every layer. The head
-            counts by its logits.
-        example: Keyword arguments of the model for a small batch, with which the cut is checked. It is needed where
-            the steps have more than tokens, masks and positions: images, for example.
+        blocks_per_stage: The number of blocks of each stage. A stage may have none; a middle stage without blocks
+            returns its input. With ``even`` the numbers differ by one at most, and the first stages have more. Default:
+            the largest stage has as few FLOPs as possible. FLOPs of matrix products and attention are counted in a
+            forward on ``example``, or on a few tokens, where attention counts little. A backward has twice as many in
+            every layer. The head counts by its logits.
+        example: Keyword arguments of the model for a small batch, with which the cut is checked. Needed if the steps
+            have more than tokens, masks and positions: images, for example.
 
     Raises:
-        ValueError: The sizes do not fit, the structure is not known, stages would not compute what the forward does,
+        ValueError: The sizes do not fit, the structure is unknown, stages would not compute the same as the forward,
             ``config.output_router_logits`` is set, or something has replaced a forward.
     """
     _know_consecutive_positions()
@@ -121,11 +122,11 @@ def causal_lm_loss(
 ) -> torch.Tensor:
     """The loss of ``model(input_ids, labels=labels)``, bit for bit: position i predicts label i + 1.
 
-    ``output`` is logits (batch, sequence, vocabulary), or what the model returns: ``Pipeline.compare`` takes the model
+    ``output`` is logits (batch, sequence, vocabulary), or the model's output: ``Pipeline.compare`` runs the model
     itself. ``labels`` are (batch, sequence); -100 is ignored. The mean is over the labels of the micro-batch that
     count. If their number differs between micro-batches, the mean over micro-batches is not the mean over all labels:
-    pass the number of labels in the whole step, ``step(.., loss_kwargs={"num_items_in_batch": number})``. Then the
-    loss is a sum divided by it, as in transformers.
+    pass the number of labels in the whole step, ``step(.., loss_kwargs={"num_items_in_batch": number})``. Then the loss
+    is a sum divided by it, as in transformers.
     """
     if num_items_in_batch is None:
         return _cross_entropy(output, labels, "mean")
@@ -133,7 +134,7 @@ def causal_lm_loss(
 
 
 def causal_lm_sum(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum that ``causal_lm_loss`` is a mean of, and the number of its labels: for ``normalize="tokens"``."""
+    """The sum of losses and the number of labels, whose quotient is ``causal_lm_loss``: for ``normalize="tokens"``."""
     return _cross_entropy(output, labels, "sum"), (labels[..., 1:] != -100).sum()
 
 
@@ -146,13 +147,13 @@ def _cross_entropy(output: Any, labels: torch.Tensor, reduction: str) -> torch.T
 
 
 class _Consecutive:
-    """Position ids of which it is known that a row has one sequence.
+    """Position ids that are known to have one sequence in each row.
 
-    Without a mask, models look for packed sequences: they read the ids, for which the host waits, and where they
-    cannot (in a compiled or captured stage) they make a mask, with which attention has no fast kernel. They compare
-    the object, so that a stage in another thread never takes its own ids for these. A plain attribute, which Dynamo
-    can follow. Some versions also make a mask wherever they are compiled, because an exported program may be called
-    with other lengths; a stage is compiled for its lengths.
+    Without a mask, models look for packed sequences: they read the ids, for which the host waits. Where they cannot
+    read them (in a compiled or captured stage), they make a mask, with which attention has no fast kernel. The object
+    itself is compared: a stage in another thread never takes its own ids for these. It is a plain attribute, which
+    Dynamo can follow. Some versions also make a mask wherever they are compiled, because an exported program may be
+    called with other lengths; a stage is compiled for its lengths.
     """
 
     positions: torch.Tensor | None = None
@@ -193,7 +194,7 @@ def _know_consecutive_positions() -> None:
 class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
     """Consecutive blocks of a model; the first stage also has the embeddings, the last the final norm and the head.
 
-    Names of parameters are those of the model, such as ``model.layers.3.mlp.up_proj.weight``.
+    Parameters have the model's names, such as ``model.layers.3.mlp.up_proj.weight``.
     """
 
     def __init__(self, model: nn.Module, cut: _Cut, number: int) -> None:
@@ -206,8 +207,8 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         self._is_encoder, self._is_decoder = cut.is_encoder(number), cut.is_decoder(number)
         link = Link()
         part = with_children(model, _replaced(model, cut, number, link))
-        # The model is no submodule, or its name would be part of all names: this module has the submodules of a model
-        # with the blocks themselves, which may be sharded one by one. Forwards run the one with edges.
+        # The model is not a submodule, or its name would be part of all names. This module has the submodules of a copy
+        # with the blocks themselves, which may be sharded one by one. Forwards run the copy with edges.
         edges = {name: child.block for name, child in part.named_modules() if isinstance(child, EdgeBlock)}
         shown = with_same_values(part, edges)
         self._modules = vars(shown)["_modules"]
@@ -249,7 +250,7 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
 
     @property
     def pretrained(self) -> Any:
-        """The ``PreTrainedModel`` whose submodules are those of this stage."""
+        """The ``PreTrainedModel`` with the submodules of this stage."""
         return self.__dict__["_pretrained"]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> TransformersStage:
@@ -371,11 +372,11 @@ class _Inputs:
     in_place: tuple[str, torch.Tensor]
     """The argument that later stages pass in the place of the main input, with a tensor of its shape."""
     free: frozenset[int]
-    """Numbers of rows and lengths of the batch that was observed."""
+    """Numbers of rows and lengths of the observed batch."""
     needed: frozenset[str] = frozenset()
     has_ready_mask: bool = False
     knows_positions: bool = False
-    """True if position ids that are not given are those of one sequence in a row."""
+    """True if the default position ids mean one sequence per row."""
 
 
 @dataclass(frozen=True)
@@ -409,7 +410,7 @@ class _Cut:
         return any(part.calls for chain in self.chains for part in chain.parts if part.module is module)
 
     def received_by(self, number: int) -> torch.Tensor:
-        """The first tensor that a stage gets from the block before its own, with the shape that was observed."""
+        """The first tensor that a stage gets from the block before its own, with the observed shape."""
         chain, start = self.chain_of(number), self.ranges[number].start
         return chain.tensors[start - 1][0] if start else chain.entry
 
@@ -420,7 +421,7 @@ class _Cut:
 
 
 def _replaced(model: nn.Module, cut: _Cut, number: int, link: Link) -> dict[str, nn.Module]:
-    """The modules of a stage that are not those of the model, by name."""
+    """The modules of a stage that differ from the model's, by name."""
     chain, numbers = cut.chain_of(number), cut.ranges[number]
     begins, ends = cut.begins(number), cut.ends(number)
     replaced: dict[str, nn.Module] = {}
@@ -451,7 +452,7 @@ def _replacement(part: Part, cut: _Cut, number: int, link: Link) -> nn.Module | 
     chain, begins, ends = cut.chain_of(number), cut.begins(number), cut.ends(number)
     if (begins and 0 in part.calls) or (ends and len(chain.blocks) in part.calls):
         return None
-    if not part.has_weights:  # every stage may need it, but for dropout of embeddings
+    if not part.has_weights:  # every stage may need it, except dropout of embeddings
         return (
             nn.Identity().train(part.module.training)
             if isinstance(part.module, nn.Dropout) and part.calls == {0}
@@ -474,7 +475,7 @@ def _ready_mask(hidden_states: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _experts_without_values(config: Any, *, is_needed: bool) -> Iterator[None]:
-    """Use the one product of experts that takes any type on the meta device: PyTorch's grouped one takes bfloat16."""
+    """Use the only expert product that takes any type on the meta device: PyTorch's grouped product takes bfloat16."""
     name = "_experts_implementation"
     before = getattr(config, name, None)
     if before is None or not is_needed:
@@ -567,8 +568,8 @@ def _balanced_sizes(works: Sequence[Sequence[int]], num_stages: int, usual: int)
 def _work(model: nn.Module, chains: Sequence[Chain], batch: Mapping[str, Any]) -> list[list[int]]:
     """The FLOPs of each chain, see ``Chain.work``.
 
-    They are those of a copy of the model without values, whose operations are the same on every device. A model that
-    needs values has those that were observed.
+    They are counted on a copy of the model without values, whose operations are the same on every device. For a model
+    that needs values, the observed FLOPs are used.
     """
     try:
         copy = without_values(model)
@@ -700,7 +701,7 @@ def _observe(model: nn.Module, chains: Sequence[Chain], batch: Mapping[str, Any]
 
 
 def _checked_inputs(model: nn.Module, cut: _Cut, bare: Mapping[str, Any]) -> _Inputs:
-    """The arguments with which the stages compute what the forward computes."""
+    """The arguments with which the stages compute the same as the forward."""
     inputs, accepted = cut.inputs, {*cut.inputs.accepted}
     batches: list[Mapping[str, Any]] = [bare]
     optional = {} if next(model.parameters()).is_meta else _optional(model, bare)
@@ -763,7 +764,7 @@ def _named(prefix: str, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _run_stages(stages: Sequence[TransformersStage], inputs: _Inputs, *batches: Mapping[str, Any]) -> list[Any]:
-    """The results of batches that run in turns, as in a pipeline: what blocks leave for others is then of another."""
+    """The results of batches that run in turns, as in a pipeline: blocks may then read values of another batch."""
     values = [stages[0](**batch) for batch in batches]
     for stage in stages[1:]:
         for number, batch in enumerate(batches):
@@ -774,7 +775,7 @@ def _run_stages(stages: Sequence[TransformersStage], inputs: _Inputs, *batches: 
 
 
 def _knows_positions(model: nn.Module, cut: _Cut, bare: Mapping[str, Any]) -> bool:
-    """True if the model's own position ids are those of one sequence in a row, and no table is read with them."""
+    """True if the model's own position ids mean one sequence per row, and no table is read with them."""
     chain = cut.chains[0]
     first = [part.module for part in chain.parts if 0 in part.calls]
     tables = [module for part in first for module in part.modules() if isinstance(module, nn.Embedding)]

@@ -1,4 +1,4 @@
-"""Data parallelism around a stage: FSDP2, DDP, or replicas that the pipeline sums itself.
+"""Data parallelism around a stage: FSDP2, DDP, or replicas whose gradients the pipeline sums itself.
 
 Micro-batches add to local gradients without communication; the sum over the replicas is the plan's ``REDUCE_GRAD:dp``.
 FSDP gathers a stage's weights once per step, unless ``fully_shard(reshard_after_forward=True)`` asks for their memory,
@@ -94,7 +94,7 @@ class Replicas:
         return bool(self._fsdp)
 
     def call(self) -> nn.Module:
-        """The module to call, in what is ``around`` it: what DDP wraps, as the pipeline sums at the end of the step."""
+        """The module to call, inside of ``around``: without DDP, because the pipeline sums at the end of the step."""
         return self._called
 
     def begin(self) -> None:
@@ -121,7 +121,7 @@ class Replicas:
                     _average(bucket, self.group)
 
     def reshard(self) -> None:
-        """Give gathered weights back where no backward does."""
+        """Reshard gathered weights if no backward does."""
         for root in self._fsdp:
             for part in _fsdp_parts(root):
                 part.reshard()
@@ -136,7 +136,7 @@ class Replicas:
 class ReplicatedStepEnd(StepEnd):
     """The end of a step whose gradients are summed over ``dp`` by ``replicas``, by stage number.
 
-    ``sums`` are those over the holders of shared weights, by the holders.
+    ``sums`` has the sums over the holders of shared weights, by the holders.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ReplicatedStepEnd(StepEnd):
     def reduce(self, op: Op) -> None:
         """Sum shared weights over ``pp`` as the plan has it, and all gradients over ``dp`` as the script's wrappers do.
 
-        FSDP keeps gradients of its own until it scatters them, so that it does before their shards are summed.
+        FSDP keeps its own gradients until it scatters them; it scatters them before their shards are summed.
         """
         over_dp = str(op.axis) == "dp"
         if over_dp or self._replicas[op.stage].is_sharded:
@@ -182,7 +182,7 @@ class ReplicatedStepEnd(StepEnd):
             weight.grad = earlier.add_(weight.grad)
 
     def update(self, stage: int) -> None:
-        """End a stage; FSDP over one rank has gradients to hand out, too, though the plan has no sum over ``dp``."""
+        """End a stage. FSDP over one rank also writes gradients out here, although the plan has no sum over ``dp``."""
         if self._replicas[stage].is_sharded:
             self._average(stage)
         super().update(stage)
@@ -265,9 +265,9 @@ def _num_replicas(group: Any) -> int:
 
 
 def _finish_fsdp(root: Any) -> None:
-    """Scatter the gradients of all micro-batches, and give the weights back that stayed gathered for the step.
+    """Scatter the gradients of all micro-batches, and reshard the weights that stayed gathered for the step.
 
-    What autograd does after the last backward when it runs FSDP's hooks; a pipeline's backwards are many.
+    Autograd does this after the last backward when it runs FSDP's hooks; a pipeline has many backwards.
     """
     root.set_is_last_backward(True)
     for part in _fsdp_parts(root):

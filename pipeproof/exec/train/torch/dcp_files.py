@@ -71,7 +71,7 @@ class Ranks:
 
 
 def write_checkpoint(ranks: Ranks, path: Path, content: Mapping[str, Any]) -> None:
-    """Write into a directory next to the final one; rank 0 gives it its name when it is whole."""
+    """Write into a directory next to the final one; rank 0 renames it when it is whole."""
     part = path.with_name(f".{path.name}.part")
 
     def on_rank_0(work: Callable[[], object]) -> None:
@@ -82,7 +82,7 @@ def write_checkpoint(ranks: Ranks, path: Path, content: Mapping[str, Any]) -> No
     def prepare() -> None:
         with _writing(path):
             if path.exists() and not is_dcp(path) and (not path.is_dir() or any(path.iterdir())):
-                raise DcpError(f"{path} exists, and is no distributed checkpoint", "name another directory")
+                raise DcpError(f"{path} exists, and is not a distributed checkpoint", "name another directory")
             if part.exists():
                 shutil.rmtree(part)
             part.mkdir(parents=True)
@@ -175,10 +175,10 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def open_checked(path: Path) -> DcpMetadata:
-    """Return the metadata of a checkpoint, whose files are as long as it requires.
+    """Return the metadata of a checkpoint after a check that its files have the lengths in it.
 
     Raises:
-        DcpError: There is none, it is a foreign pickle, or a file is missing or cut short.
+        DcpError: There is no checkpoint, its metadata is a foreign pickle, or a file is missing or cut short.
     """
     old = path.with_name(f".{path.name}.old")
     if not is_dcp(path):
@@ -187,7 +187,7 @@ def open_checked(path: Path) -> DcpMetadata:
             if is_dcp(old)
             else "name the directory that `save_dcp` was given"
         )
-        raise DcpError(f"{path} is no distributed checkpoint: it has no .metadata", fix)
+        raise DcpError(f"{path} is not a distributed checkpoint: it has no .metadata", fix)
     metadata = read_metadata(path)
     require_files(path, metadata)
     return metadata
@@ -208,7 +208,7 @@ def read_checkpoint(ranks: Ranks, path: Path, tensors: dict[str, Any]) -> None:
 
 
 class StoredObjects:
-    """The objects of a checkpoint that are no tensors. Nothing that they name is executed."""
+    """The objects of a checkpoint other than tensors. Nothing that they name is executed."""
 
     def __init__(self, path: Path, metadata: DcpMetadata) -> None:
         self.path, self.table = path, metadata.objects
@@ -266,10 +266,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def require_plain(values: Mapping[str, Any]) -> None:
-    """Refuse what could be loaded only by executing a pickle.
+    """Refuse values that could be loaded only by executing a pickle.
 
     Raises:
-        DcpMismatchError: There is such a value, or a name that a load returns for itself.
+        DcpMismatchError: There is such a value, or a name that loads use for a result of their own.
     """
     if RNG_RESTORED in values:
         raise DcpMismatchError(f"`extra` has {RNG_RESTORED!r}, which is a result of load_dcp", "give it another name")
@@ -294,7 +294,7 @@ def contiguous(value: Any) -> Any:
 
 
 def wrapped_container(value: Any) -> Any:
-    """Return a container or tensor as the element of a tuple, so that DCP keeps it as one object."""
+    """Return a container or tensor as the element of a tuple, which DCP keeps as one object."""
     return (value,) if is_container(value) else value
 
 

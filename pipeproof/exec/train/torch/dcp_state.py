@@ -6,7 +6,7 @@ A checkpoint describes the whole model. Its names are
   are local to them);
 - ``optimizer.state.NAME.SLOT`` and ``optimizer.param_groups.NAME.KEY``: optimizer states and hyperparameters by the
   parameter's name, as ``torch.distributed.checkpoint.state_dict`` flattens them;
-- ``pipeproof.extra.KEY``, ``pipeproof.rng.rankR.DEVICE`` and ``pipeproof.info``: what belongs to no parameter.
+- ``pipeproof.extra.KEY``, ``pipeproof.rng.rankR.DEVICE`` and ``pipeproof.info``: entries that belong to no parameter.
 
 So which rank holds which stage may differ between save and load. PyTorch writes and reads the tensors; other objects
 are read with ``weights_only=True``, and the metadata, a pickle, is checked by ``state.dcp`` before PyTorch opens it.
@@ -72,7 +72,7 @@ def listed(optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) 
 def parameters_of(
     optimizers: Sequence[torch.optim.Optimizer], held: Sequence[HeldTensor]
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter, Location]]:
-    """Yield each parameter of the optimizers, with its group and its first place.
+    """Yield each parameter of the optimizers, with its group and its first location.
 
     Raises:
         DcpMismatchError: It is in no stage, or in two optimizers.
@@ -217,7 +217,7 @@ def _state_load(
             state[slot] = torch.empty_like(parameter.detach(), dtype=dtype)
         elif stored.shape and isinstance(parameter, DTensor):
             message = f"{slot} of {key}, {list(stored.shape)}, has not the shape of its sharded parameter"
-            raise DcpMismatchError(message, "do one step of the optimizer before the load, so that it exists")
+            raise DcpMismatchError(message, "do one step of the optimizer before the load: this creates it")
         else:
             on_device = stored.shape or slot != "step" or group.get("capturable") or group.get("fused")
             state[slot] = torch.empty(stored.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
@@ -247,13 +247,13 @@ def save_dcp(
     """Save stages, optimizers, RNG states and ``extra`` of all ranks of ``group`` in one directory.
 
     Every rank calls it with its own stages, by global stage number. A stage that several ranks hold (data parallelism)
-    is saved once, as is a weight that several stages use: one Parameter, or declared in ``tied``. ``extra`` is that of
-    the first rank: numbers, text, tensors, and lists and dicts of them. A directory that has a checkpoint is replaced
-    at once: if processes are killed, it has the old or the new one.
+    is saved once, as is a weight that several stages use: one Parameter, or declared in ``tied``. Only the first rank's
+    ``extra`` is saved: numbers, text, tensors, and lists and dicts of them. A directory that has a checkpoint is
+    replaced at once: if processes are killed, it has the old or the new one.
 
     ``names`` is ``model`` if parameters have their names of the whole model, unique over all stages, and ``stage`` if
-    names are local. Then the same cut alone can load the checkpoint, on any ranks. ``auto`` takes ``stage`` only if all
-    names that two stages have begin with a number, as in ``nn.Sequential``, and warns about it.
+    names are local. Then only the same cut can load the checkpoint, on any ranks. ``auto`` takes ``stage`` only if all
+    names that occur in two stages begin with a number, as in ``nn.Sequential``, and warns about it.
 
     Raises:
         DcpMismatchError: PP937, on all ranks: names are not unique, copies of a tied weight or of a buffer differ, or
@@ -302,13 +302,13 @@ def load_dcp(
 ) -> dict[str, Any]:
     """Load the state of this rank's stages and optimizers, in place; return ``extra`` of the save.
 
-    The number of ranks, the cut into stages and their placement may differ from those of the save. The result also has
+    The number of ranks, the cut into stages and their placement may differ between save and load. The result also has
     ``rng_restored``: RNG states belong to ranks, and are restored only if every rank has the stages that it had.
     Without optimizers, their state in the checkpoint is not used. A checkpoint of other tools, with weights under their
     names in the model, is loaded in the same way.
 
     Everything is checked on all ranks before a tensor changes: metadata, lengths of files, names, shapes and types, and
-    with ``verify`` the CRC-32 of all elements, of which each rank reads its share.
+    with ``verify`` the CRC-32 of all elements; each rank reads an equal part of them.
 
     Raises:
         DcpMismatchError: PP937, on all ranks: a tensor is missing, unexpected, or has another shape or type.
@@ -378,7 +378,7 @@ def _md5_of(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Info:
-    """The record of a save; of a checkpoint of another tool, its defaults."""
+    """The record of a save; defaults for a checkpoint of another tool."""
 
     is_local: bool = False
     topology: Sequence[Sequence[int]] = ()

@@ -1,9 +1,9 @@
 """Times and memory of layers of a PyTorch model, measured as a stage.
 
-Computations are repeated without a pause, so that a GPU has the clock of a busy one. Where the host is slower than the
-GPU, the GPU has other work until the host is ahead, so that its own times are seen, next to those of the host: one
-layer may be limited by the host where two are not, and a replayed step has no host. A GPU that waited instead would
-draw less power, and have a clock that it does not have in a step: on an H200 1,900 MHz instead of 1,600.
+Computations are repeated without a pause: the GPU then has the clock of a busy GPU. If the host is slower than the GPU,
+the GPU gets other work until the host is ahead. This shows the GPU's own times next to the host's: one layer may be
+limited by the host where two are not, and a replayed step has no host. A waiting GPU would draw less power and have a
+clock that it never has in a step: on an H200 1,900 MHz instead of 1,600.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeproof.exec.train.torch.stage_values import plain_leaves_of
 _INDEX_NAMES = frozenset(
     {"training", "layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id", "idx", "index"}
 )
-"""Attributes of a module that give its place, and not what it computes."""
+"""Attributes of a module that give its position in the model, and do not change its result."""
 _WARM_UPS, _LEAST_ROUNDS = 3, 5
 _LEAST_S = 5.0
 """Time of the rounds of one sample on a GPU. An idle GPU needs a second to lower its clock to what its power limit
@@ -49,7 +49,7 @@ _LOAD_SIZE = 4096
 class Cutter:
     """A model as a chain of layers that can be cut anywhere: one of ``transformers``, or an ``nn.Sequential``.
 
-    The layers of the first are the embedding, the blocks and the head; those of the second its modules.
+    The layers of the first are the embedding, the blocks and the head; the layers of the second are its modules.
     """
 
     model: nn.Module
@@ -62,14 +62,14 @@ class Cutter:
         """The layers of a model.
 
         Raises:
-            PipelineError: it is no chain of layers that is known.
+            PipelineError: it is not a known chain of layers.
         """
         if isinstance(model, nn.Sequential):
             return cls(model, tuple(model._modules.values()), has_ends=False)  # noqa: SLF001 - repeated ones, too
         if not hasattr(model, "config"):
             raise PipelineError(
-                f"{type(model).__name__} is no model of transformers and no nn.Sequential: its layers are not known, "
-                "so that it cannot be cut; put its blocks into an nn.Sequential"
+                f"{type(model).__name__} is neither a model of transformers nor an nn.Sequential: its layers are "
+                "unknown, and it cannot be cut; put its blocks into an nn.Sequential"
             )
         (whole,) = stages_of_transformers(model, 1, example=example).values()
         return cls(model, tuple(whole.blocks.values()), has_ends=True, example=example)
@@ -80,7 +80,7 @@ class Cutter:
         return len(self.blocks) + 2 * self.has_ends
 
     def can_recompute(self, layer: int) -> bool:
-        """True for a block with a switch for the checkpointing of its activations, as those of transformers have.
+        """True for a block with a switch for activation checkpointing, as blocks of transformers have.
 
         A module of an ``nn.Sequential`` needs none, but may have no buffers: a second forward would change statistics.
         """
@@ -110,7 +110,7 @@ class Cutter:
         return self.blocks[number] if 0 <= number < len(self.blocks) else None
 
     def signature(self, layer: int) -> str:
-        """A text of all that a layer computes: equal for identical layers."""
+        """A text of the layer's computation: equal for identical layers."""
         block = self.block(layer)
         if block is None:
             return f"end {layer}"
@@ -153,7 +153,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _wrap(block: nn.Module, *, recomputes: bool) -> None:
-    """Let a block recompute its activations, or take the wrapper away."""
+    """Let a block recompute its activations, or remove the wrapper."""
     own = vars(block).get("forward")
     is_wrapped = isinstance(own, partial) and own.func is _checkpointed
     if recomputes and not is_wrapped:
@@ -190,7 +190,7 @@ class Batch:
 def measure_sample(
     cutter: Cutter, sample: Sample, way: RunWay, batch: Batch, device: torch.device
 ) -> tuple[LayerCost, str]:
-    """The cost of a stage of these layers, and why it does not run in this way; empty if it does."""
+    """The cost of a stage of these layers, and the reason if it does not run in this way; else an empty text."""
     stages, number = cut_around(cutter, sample)
     cutter.run_as(way)
     with unchanged_state(stages.values(), device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -325,7 +325,7 @@ class _Repeated:
         on_device[-1].record()
 
     def _memory(self) -> LayerCost:
-        """The bytes that one round keeps and needs; on a CPU those that autograd keeps, all of them until W."""
+        """The bytes that one round keeps and needs; on a CPU the bytes that autograd keeps, all of them until W."""
         if not self._is_gpu:
             return self._saved()
         used: list[int] = []

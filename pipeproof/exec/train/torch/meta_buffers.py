@@ -1,7 +1,7 @@
 """Buffers that no state dict has, such as rotary frequencies, of modules that get memory after the meta device.
 
 ``to_empty`` gives them memory without values, and no load of a state dict writes them: a training would be wrong
-without an error. So each of them is noted until something computes it. ``Pipeline`` refuses the ones that are left.
+without an error. So each is noted until something computes it. ``Pipeline`` refuses buffers without values.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def require_computed_buffers(stages: Mapping[int, nn.Module]) -> None:
 
 
 def give_memory(module: nn.Module, device: torch.device | str) -> set[str]:
-    """Give memory to what is on the meta device, and return its names; buffers are noted as without values."""
+    """Give memory to tensors on the meta device, and return their names; buffers are noted as without values."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     made = {name for name, tensor in tensors if tensor.is_meta}
     module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)  # noqa: SLF001 - as ``to_empty``
@@ -99,7 +99,7 @@ def give_memory(module: nn.Module, device: torch.device | str) -> set[str]:
 
 
 def compute_buffers(model: Any, loaded: Iterable[torch.Tensor]) -> None:
-    """Initialise what is in a ``PreTrainedModel`` by the library's own code, except the tensors ``loaded``.
+    """Initialise a ``PreTrainedModel`` by the library's own code, except the tensors ``loaded``.
 
     Those are all that state dicts have, as in ``from_pretrained``, which builds every model on the meta device.
     """
@@ -113,7 +113,7 @@ def compute_buffers(model: Any, loaded: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def kept_ties(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have one Parameter in several places stay one: conversions from the meta device make a new one for each."""
+    """Keep a Parameter with several names one object: conversions from the meta device make one for each name."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in {id(part): part for module in modules for part in module.modules()}.values():
         for name, parameter in part._parameters.items():  # noqa: SLF001

@@ -48,12 +48,12 @@ class ModelNames:
     keys: Mapping[Location, str]
     saved_by: Mapping[str, int]
     aliases: Mapping[str, str]
-    """By further name of a tied weight its key."""
+    """The key of each further name of a tied weight."""
     is_local: bool
 
 
 Outline = tuple[dict[int, list[str]], list[list[Location]]]
-"""Names by stage, and the places of tensors that are in several of them."""
+"""Names by stage, and the locations of tensors that are in several stages."""
 
 
 def held_tensors(stages: Mapping[int, nn.Module]) -> list[HeldTensor]:
@@ -66,7 +66,7 @@ def held_tensors(stages: Mapping[int, nn.Module]) -> list[HeldTensor]:
 
 
 def _name_of(module: nn.Module, path: str) -> str:
-    """Return a name without those of wrappers: of compiled modules, checkpoint wrappers, and DDP."""
+    """Return a name without the parts that wrappers add: compiled modules, checkpoint wrappers, and DDP."""
     owner, parts = module, []
     for part in path.split("."):
         is_wrapper = part in ("_orig_mod", "_checkpoint_wrapped_module")
@@ -84,7 +84,7 @@ def unwrapped(stage: nn.Module) -> nn.Module:
 
 
 def outline_of(held: Iterable[HeldTensor]) -> Outline:
-    """Return names by stage, and the places of each tensor that is in several of them."""
+    """Return names by stage, and the locations of each tensor that is in several stages."""
     names, same = dict[int, list[str]](), dict[int, list[Location]]()
     for entry in held:
         names.setdefault(entry.stage, []).append(entry.name)
@@ -94,16 +94,16 @@ def outline_of(held: Iterable[HeldTensor]) -> Outline:
 
 
 def ties_of(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[list[Location]]:
-    """Return the places of each weight that is declared as tied, here or by the stages."""
+    """Return the locations of each weight that ``tied`` or the stages declare as tied."""
     declared = [*tied, *getattr(stages, "tied", ())]
     return [[(stage, name.replace("_orig_mod.", "")) for stage, name in sorted(one.items())] for one in declared]
 
 
 def model_names(outlines: Sequence[Outline], tied: Sequence[Sequence[Location]], names: Names) -> ModelNames:
-    """Return the names of the whole model from those of all ranks' stages.
+    """Return the names of the whole model from the names in all ranks' stages.
 
     Raises:
-        DcpMismatchError: A name is of two weights.
+        DcpMismatchError: Two weights have one name.
     """
     by_stage = dict[int, list[str]]()
     for table, _ in outlines:
@@ -138,7 +138,7 @@ def model_names(outlines: Sequence[Outline], tied: Sequence[Sequence[Location]],
 
 
 def _first_of_ties(locations: Sequence[Location], ties: Iterable[Sequence[Location]]) -> Mapping[Location, Location]:
-    """Return for each place the first one, in the order of stages, where the same weight is."""
+    """Return for each location the first location, in the order of stages, of the same weight."""
     order = {location: number for number, location in enumerate(locations)}
     first = {location: location for location in locations}
 

@@ -21,7 +21,7 @@ from pipeproof.exec.train.torch.product_counter import ProductCounter
 
 
 class NotCutError(ValueError):
-    """The model has something that stages would not compute, or has no such structure."""
+    """The model has something that stages would not compute, or an unknown structure."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ def chains_of(model: nn.Module) -> list[Chain]:
 
 
 def _base_of(model: nn.Module, name: str) -> str:
-    """The name of the base model, if it contains the module of that name; else that of the model, which is empty."""
+    """The name of the base model, if it contains the module of that name; else empty, the name of the model."""
     prefix = getattr(model, "base_model_prefix", "")
     return prefix if prefix and name.startswith(f"{prefix}.") else ""
 
@@ -215,11 +215,11 @@ _OF_THE_FORM = {
     "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like",
     "zeros_like",
 }  # fmt: skip
-"""Operations that read shape and type of their first argument alone."""
+"""Operations that read only shape and type of their first argument."""
 
 
 class OperationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped
-    """A mode in which each tensor gets a digest of the operation that made it, and of what that operation read.
+    """A mode in which each tensor gets a digest of the operation that made it, and of the operation's inputs.
 
     Two runs give tensors of one digest exactly if they apply the same operations to the same weights and inputs,
     ``named``. Values do not matter: this works on the meta device, with zeros among the weights, and with dropout.
@@ -234,7 +234,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch is untyp
             self._digests.setdefault(tensor, _digest("named", name))
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """The digest of a tensor; a constant of the code has that of its values."""
+        """The digest of a tensor; for a constant of the code, the digest of its values."""
         digest = self._digests.get(tensor)
         if digest is None:
             values = None if tensor.is_meta else tensor.detach().cpu().flatten().tolist()
@@ -284,12 +284,12 @@ def _digest(*parts: Any) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-# --- Blocks of each stage, so that the work of stages is balanced ---
+# --- Numbers of blocks that balance the work of the stages ---
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Balance:
-    """Sizes of stages, the better the smaller: first by the work of the largest stage.
+    """Sizes of stages; smaller is better. The work of the largest stage is compared first.
 
     Then come the number of stages without blocks, the sum of the squares of the stages' work, and the number of blocks
     in stages that also have work around the blocks. ``negated`` are the sizes times -1: earlier stages are larger.
@@ -310,8 +310,8 @@ class Balance:
 def balanced(work: Sequence[int], num_stages: int) -> Balance:
     """The best numbers of blocks of at most as many stages as blocks.
 
-    ``work`` is that before the blocks, which the first stage has, that of each block, and that after them, which the
-    last stage has. A stage has no blocks only where the largest stage has less work so.
+    ``work`` has the work before the blocks (in the first stage), of each block, and after the blocks (in the last
+    stage). A stage has no blocks only if this reduces the work of the largest stage.
     """
     before, *blocks, after = work
     sums, last = [*accumulate(blocks, initial=0)], num_stages - 1
@@ -338,7 +338,7 @@ def balanced(work: Sequence[int], num_stages: int) -> Balance:
 def _least(num_blocks: int, num_stages: int, fewest: int, value: Callable[..., Any], of_none: Any) -> Any:
     """The least value of all cuts into stages of ``fewest`` blocks at least.
 
-    ``value`` is that of a stage's blocks ``begin`` to ``end - 1`` with the value of all stages after it; None if the
+    ``value`` combines a stage's blocks ``begin`` to ``end - 1`` with the value of all stages after it; None if the
     stage may not have them.
     """
     rest = {num_blocks: of_none}

@@ -1,4 +1,4 @@
-"""All stages of a model that was cut, of which every rank keeps those that the schedule places on it."""
+"""All stages of a model that was cut; every rank keeps the stages that the schedule places on it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pipeproof.exec.train.torch.model_names import unwrapped
 from pipeproof.exec.train.torch.stage_values import plain_leaves_of
 
 _CUTS: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], tuple[dict[int, str], ...]]] = WeakKeyDictionary()
-"""By stage the model that it was cut from, and the weights that stages of the cut share."""
+"""For each stage, the model that it was cut from, and the weights that stages of the cut share."""
 
 
 class ModelStages(Mapping[int, nn.Module]):
     """The stages of a whole model by global stage number, and the weights that several of them use.
 
-    Every rank makes the same ones, on the meta device if the model is large; ``Pipeline`` keeps those of its rank.
-    ``model`` is what the stages were cut from.
+    Every rank makes all stages, on the meta device if the model is large; ``Pipeline`` keeps the stages of its rank.
+    The stages were cut from ``model``.
     """
 
     def __init__(self, stages: Sequence[nn.Module], tied: Sequence[Tie] = (), model: nn.Module | None = None) -> None:
@@ -85,7 +85,7 @@ class StaleModel:
         self._hooks.append(model.register_load_state_dict_post_hook(self._loaded))
 
     def forget(self) -> None:
-        """Refuse nothing from now on: the stages were run, but not trained."""
+        """Refuse nothing any more: the stages were run, but not trained."""
         for hook in self._hooks:
             hook.remove()
 
@@ -155,7 +155,7 @@ def shared_weights(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
 
 
 def shared_objects(named: Mapping[int, Mapping[str, nn.Parameter]]) -> list[dict[int, str]]:
-    """The parameters that are one object in several stages, as names by stage; ``named`` has those of each stage."""
+    """The parameters that are one object in several stages, as names by stage; ``named`` has all of each stage."""
     names: dict[int, dict[int, str]] = {}
     for number, parameters in named.items():
         for name, parameter in parameters.items():
@@ -164,7 +164,7 @@ def shared_objects(named: Mapping[int, Mapping[str, nn.Parameter]]) -> list[dict
 
 
 class SequentialStage(nn.Module):  # type: ignore[misc]  # torch is untyped
-    """Consecutive modules of an ``nn.Sequential``. Names of parameters are those of the whole.
+    """Consecutive modules of an ``nn.Sequential``. Parameters have the names of the whole.
 
     The modules are called with one argument each, as ``nn.Sequential`` does. At a boundary, a tuple that the previous
     stage returned arrives as positional arguments and a dict as keyword arguments: the first module gets a tuple or a
@@ -203,17 +203,18 @@ def stages_of_sequential(
 ) -> ModelStages:
     """Cut an ``nn.Sequential`` into stages that hold its own modules.
 
-    A parameter has the same name in its stage as in ``sequential``, so that state dicts of stages are parts of its
-    state dict. ``sizes`` gives the number of modules of each stage. Without it they differ by one at most, and the
-    first stages have more. Micro-batches pass between stages as its modules pass values, with one exception: a tuple of
-    one tensor arrives as the tensor. Parameters that several stages share are listed in ``ModelStages.tied``.
+    A parameter has the same name in its stage as in ``sequential``: state dicts of stages are parts of its state dict.
+    ``sizes`` gives the number of modules of each stage. By default the numbers differ by one at most, and the first
+    stages have more. Micro-batches pass between stages as its modules pass values, with one exception: a tuple of one
+    tensor arrives as the tensor. Parameters that several stages share are listed in ``ModelStages.tied``.
 
     Raises:
-        ValueError: It is no plain ``nn.Sequential``, its sizes do not fit, or stages would share a module with buffers.
+        ValueError: It is not a plain ``nn.Sequential``, its sizes do not fit, or stages would share a module with
+            buffers.
     """
     if not isinstance(sequential, nn.Sequential) or type(sequential).forward is not nn.Sequential.forward:
         raise ValueError(
-            f"{type(sequential).__name__} is no nn.Sequential with the forward of nn.Sequential: pass your own "
+            f"{type(sequential).__name__} is not an nn.Sequential with the forward of nn.Sequential: pass your own "
             "modules as stages"
         )
     modules = list(sequential._modules.items())  # noqa: SLF001 - ``named_children`` lists a repeated module once

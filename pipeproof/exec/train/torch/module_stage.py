@@ -34,14 +34,14 @@ _IN_PLACE = "a leaf Variable that requires grad is being used in an in-place ope
 _IN_PLACE_FIX = "a stage's first operation on its input cannot be in place: use inplace=False, or clone the input"
 
 LossFunction = Callable[..., Any]
-"""Of the output of the last stage, the target and ``loss_kwargs``: the terms of ``step_loss.loss_terms``."""
+"""The terms (``step_loss.loss_terms``) from the output of the last stage, the target and ``loss_kwargs``."""
 
 
 # --- Outputs of stages that a micro-batch did not use: they get no gradient, as in the unpartitioned model ---
-# A message has zeros in place of such a gradient, and zeros are not the same: a weight behind them would get a
-# gradient, which optimizers take as one, and 0 times infinity is NaN. So the stage that received the output reports it
-# to the stage that made it. On one rank this is a value in memory. Between ranks it goes through the store, in the
-# first step for all stages, and from then on for those that had such an output in the first step.
+# A message has zeros in place of such a gradient, and zeros differ from no gradient: a weight behind them would get a
+# gradient, which optimizers apply, and 0 times infinity is NaN. So the stage that received the output reports it to the
+# stage that made it. On one rank this is a value in memory. Between ranks it goes through the store, in the first step
+# for all stages, and from then on for those that had such an output in the first step.
 
 
 class MissingGradients:
@@ -73,7 +73,7 @@ class MissingGradients:
             raise PipelineError(
                 f"stage {stage}, micro-batch {index} does not use output {inputs[0]} of stage {stage - 1}, which all "
                 "micro-batches of the first step used: let the stage use it in every step, such as by adding "
-                "0 * x.sum() to what it returns"
+                "0 * x.sum() to its output"
             )
         if inputs:
             self._seen.add(stage)
@@ -116,7 +116,7 @@ class StepData:
 
     args: Sequence[tuple[Any, ...]] = ()
     kwargs: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Keyword arguments by stage, of those that get some."""
+    """Keyword arguments by stage, without stages that get none."""
     targets: Sequence[Any] | None = None
     loss_kwargs: Sequence[Mapping[str, Any]] = ()
     scaler: torch.amp.GradScaler | None = None
@@ -360,13 +360,13 @@ class ModuleStage:
             if direct:
                 raise PipelineError(
                     f"{self._errors.where(index)} does not use the edge {direct[0]!r}: let the stage use it in every "
-                    f"step, such as by adding 0 * {direct[0]}.sum() to what it returns"
+                    f"step, such as by adding 0 * {direct[0]}.sum() to its output"
                 )
             self._missing.put(number, index, without)
         return DeferredWeights(rest, outputs[0].device.type, self._errors, index)
 
     def _require_as_captured(self, graphs: GraphSplit, outputs: Leaves, unused: Collection[int], index: int) -> None:
-        """Refuse a backward other than that of the graphs: some outputs are detached there, and all others are not."""
+        """Refuse a backward that differs from the graphs: they detach some outputs, and no others."""
         wrong = [n for n, leaf in enumerate(outputs) if leaf.requires_grad and n in unused]
         wrong += [
             n
@@ -381,7 +381,7 @@ class ModuleStage:
             )
 
     def require_gradients(self, changed: AbstractSet[int]) -> None:
-        """Refuse a stage that a step did not train; ``changed`` are the ids of the parameters with new gradients.
+        """Refuse a stage that a step did not train; ``changed`` has the ids of the parameters with new gradients.
 
         Raises:
             PipelineError: names the cause, where it is known.
@@ -459,14 +459,14 @@ def _versions(outputs: Leaves) -> list[int]:
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """The backward runs in the types of the forward, not in those of an autocast around the whole step."""
+    """The backward runs in the types of the forward, not in the types of an autocast around the whole step."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def trained(module: nn.Module, *, repeats: bool = False) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates, by their names in the module without those of wrappers.
+    """The parameters that the optimizer updates, by their names in the module without the parts that wrappers add.
 
-    With ``repeats`` a parameter is there by each of its names, else by the first one.
+    With ``repeats`` a parameter is listed under each of its names, else under the first one.
     """
     inner = module.module if type(module).__name__ == "DistributedDataParallel" else module
     every = inner.named_parameters(remove_duplicate=not repeats)
@@ -495,7 +495,7 @@ class TorchModules(ScriptFramework[ModuleStage]):
         return local_part(weight.grad)
 
     def put_gradient(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Replace the gradient; of a sharded weight, that of this rank's shard."""
+        """Replace the gradient; for a sharded weight, the gradient of this rank's shard."""
         if hasattr(weight, "placements"):
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)

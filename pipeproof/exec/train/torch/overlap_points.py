@@ -1,13 +1,13 @@
-"""Overlap points of a script's modules: places at which the two computations of an overlapped pair pass the turn.
+"""Overlap points of a script's modules: here the two computations of an overlapped pair alternate.
 
-On a GPU both computations launch on one stream, that of the step, and the collectives of the script run on those of
-their groups. The forward runs in the rank's thread. Autograd runs the backward in its own thread for the GPU, which
-is blocked while the forward has its turn; a ``wait`` there makes the stream of the step wait, as it does in the
-forward. So what one side launches between ``async_op=True`` and ``wait`` of the other runs next to the collective, in
-a captured step too.
+On a GPU both computations launch on the stream of the step, and the collectives of the script run on the streams of
+their groups. The forward runs in the rank's thread. Autograd runs the backward in its own thread for the GPU, which is
+blocked while the forward has its turn; a ``wait`` there makes the stream of the step wait, as it does in the forward.
+So the work that one side launches between ``async_op=True`` and ``wait`` of the other runs next to the collective, in a
+captured step too.
 
 A recomputed forward runs inside of the backward with random numbers of its own. So each side has its own state of
-PyTorch's default generators; that of the forward is the script's.
+PyTorch's default generators; the forward has the script's state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeproof.exec.rank.overlapped_pair import OverlapTurns
 
 
 class Work(Protocol):
-    """A collective of ``torch.distributed`` that was called with ``async_op=True``, or what else a side waits for."""
+    """A collective of ``torch.distributed`` with ``async_op=True``, or anything else that a side waits for."""
 
     def wait(self) -> object:
         """Block the host until it has ended; on a GPU block the current stream instead."""

@@ -26,17 +26,17 @@ def packed(
 ) -> dict[str, MicroBatches]:
     """Keyword arguments of a step for packed documents: each micro-batch has documents of its own, from offset 0.
 
-    ``pipe.step(**packed(ids, cu_seqlens, num_micro_batches=4, labels=labels))``. Every value is what a collator would
-    make of the documents of that micro-batch alone. The result has the names that were given.
+    ``pipe.step(**packed(ids, cu_seqlens, num_micro_batches=4, labels=labels))``. Every value equals a collator's result
+    for the documents of that micro-batch alone. The result has the names that were given.
 
     Args:
         input_ids: tokens of all documents, of shape (tokens,) or (1, tokens); or of packs of one length, (packs,
-            length). Documents are divided so that micro-batches have numbers of tokens as equal as possible; packs are
+            length). Documents are divided into micro-batches with numbers of tokens as equal as possible; packs are
             divided evenly.
         cu_seqlens: offsets of the documents in all tokens, from 0 to the number of tokens (int32, as FlashAttention has
             them). Default: ``cu_seq_lens_q`` of a Hugging Face collator, else documents begin where ``position_ids``
             fall. The host reads them.
-        num_micro_batches: that of the pipeline.
+        num_micro_batches: the pipeline's number of micro-batches.
         others: more names. Offsets (``cu_seq...``) are counted from 0. Tensors with a value for each token
             (``labels``) are divided; ``position_ids=True`` makes those that count from 0 in each document, and
             ``seq_idx`` numbers the documents from 0. Numbers whose name begins with ``max_`` (``max_seqlen``,

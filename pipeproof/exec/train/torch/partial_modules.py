@@ -1,8 +1,8 @@
-"""Modules of a stage in the place of those that other stages hold, and the tensors that a stage receives and sends.
+"""Modules of a stage in the place of modules that other stages hold, and the tensors that a stage receives and sends.
 
 A stage runs the model's own forward. Where it calls a module of another stage, one of these answers: the last block
 before the stage's own returns what the stage received, and the stage's last block leaves its output for the next stage.
-All else that these return is not used.
+Their other results are not used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """The structure of what a block returns. ``tensors`` are positions among its leaves, others are constants."""
+    """The structure of a block's output. ``tensors`` are positions among its leaves, others are constants."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -66,7 +66,7 @@ class BlockOutput:
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape in terms of another tensor's: each size is that of one of its dims, or a number."""
+    """A shape in terms of another tensor's: each size is the size of one of its dims, or a number."""
 
     dims: tuple[tuple[int | None, int], ...]
     dtype: torch.dtype
@@ -85,7 +85,7 @@ class Shape:
 
 
 class _Substitute(nn.Module):  # type: ignore[misc]  # torch is untyped
-    """A module in the place of another one, ``_replaced``, with that one's other attributes."""
+    """A module in the place of another one, ``_replaced``, with all other attributes of it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Mo
 
 
 def with_same_values(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy as of ``with_children``; what is set in it, such as a submodule, is set in ``module``, too."""
+    """A copy, see ``with_children``; an attribute that is set in it, such as a submodule, is set in ``module``, too."""
     result = with_children(module, children)
     _share_values(module, result)
     return result
@@ -242,7 +242,7 @@ def _share_values(module: nn.Module, copied: nn.Module) -> None:
 
 
 class _SyncedModules(dict[str, Any]):
-    """Submodules of a copied module; what is set here is set in the module itself, too, but for ``nested`` copies."""
+    """Submodules of a copied module; assignments also go to the module itself, except for ``nested`` copies."""
 
     def __init__(self, modules: Mapping[str, Any], others: dict[str, Any], nested: set[str]) -> None:
         super().__init__(modules)

@@ -46,47 +46,46 @@ class Pipeline:
 
     Args:
         stages: the rank's stages by global stage number, or a ``ModelStages``, from which the rank keeps its own.
-        plan: a plan file or a dict; without it, a plan is made of ``schedule`` and ``num_micro_batches``.
+        plan: a plan file or a dict; without it, a plan is made from ``schedule`` and ``num_micro_batches``.
         schedule: a kind (``pipeproof schedule list``), a file of a written schedule (text or CSV), or the operations
             of each rank.
         num_micro_batches: number of micro-batches in a step.
         loss_fn: ``(output, target, **loss_kwargs) -> scalar``, called on the last stage; None if the last module
             returns the loss. It may be ``(scalar, metrics)``, with a dict of tensors, or as ``normalize`` needs.
-        example: positional arguments of the first stage for one micro-batch, the same on all ranks, with which
-            boundaries are found. Steps may have other sizes.
+        example: positional arguments of the first stage for one micro-batch, the same on all ranks: the boundaries are
+            inferred from it. Steps may have other sizes.
         example_kwargs: keyword arguments of the stages for one micro-batch, also the same on all ranks. A stage gets
-            those that its forward accepts.
+            the arguments that its forward accepts.
         example_stage_kwargs: keyword arguments of single stages for one micro-batch, by stage number.
         group: the ranks of the pipeline: a process group or a DeviceMesh dimension. Default: the world.
-        data_group: the ranks that hold the same stages with other data; gradients are averaged over them. With
-            ``fully_shard`` or DDP leave it out.
+        data_group: the ranks that hold the same stages with other data; gradients are averaged over them. Leave it out
+            with ``fully_shard`` or DDP.
         split: ``whole``: a backward is one call, and W does nothing. ``linear``: W computes the weight gradients of
             ``nn.Linear``. ``graph``: F, I and W are three graphs of the stage, also where the schedule has B; a stage
             that cannot be captured uses ``linear``, with a warning (``splits``).
-        compiler: what runs the graphs: ``inductor``, or ``eager``, which has the bits of ``whole``.
+        compiler: the compiler of the graphs: ``inductor``, or ``eager``, which gives the bits of ``whole``.
         tied: weights that stages share, each as {stage: name in that stage}. All of them start with the values of the
             first stage.
-        edges: tensors for later stages than the next one, by name the stage that makes one and those that use it:
-            ``{"skip": (0, [3])}``. The first returns it in a dict by that name, or it is its output itself; the others
-            take it as a keyword argument. Stages between pass it on; ``(0, [3], "direct")`` sends it past them.
+        edges: tensors for stages after the next one, as {name: (producer, consumers)}: ``{"skip": (0, [3])}``. The
+            producer returns the tensor in a dict under its name, or as its whole output; consumers take it as a keyword
+            argument. Stages between pass it on; ``(0, [3], "direct")`` sends it past them.
         split_dims: dims of the rows, where they are not the first, by names of arguments: {"position_ids": 1}. A path
-            names what is inside of an argument ("batch.positions"), ``target`` the target. The size of the dim is the
-            rows, or a multiple of them.
-        same_kwargs: names of arguments, or paths, that each micro-batch gets whole.
-        check_inputs: whether each step compares digests of the arguments that the ranks were given. The host reads all
-            of them.
-        scale_grads: whether loss and gradients are means over the micro-batches; else they are sums.
-        normalize: ``micro_batches``: as ``scale_grads``. ``tokens``: ``loss_fn`` returns a sum and its count, ``(sum,
-            count)`` or ``(sum, count, metrics)``; loss and gradients are those of the sum over all micro-batches and
-            data ranks, divided by their count.
-        loss_on: ``last``: the rank of the last stage gets the loss of a step. ``all``: every rank does, in float32, or
-            in float64 if weights are.
-        check_finite: whether each output is tested for NaN and infinity, for which the host waits.
-        replay: whether steps are replayed as CUDA graphs, one for each signature from its third step on, which leaves
-            the host no work. No module may read a value on the host.
+            names a value inside of an argument ("batch.positions"), ``target`` the target. The size of the dim is the
+            number of rows, or a multiple of it.
+        same_kwargs: names of arguments, or paths, whose whole value each micro-batch gets.
+        check_inputs: whether each step compares digests of the arguments on all ranks. The host reads all of them.
+        scale_grads: whether loss and gradients are means over the micro-batches; otherwise sums.
+        normalize: ``micro_batches``: see ``scale_grads``. ``tokens``: ``loss_fn`` returns a sum and its count, ``(sum,
+            count)`` or ``(sum, count, metrics)``; sums, gradients and counts are added over all micro-batches and data
+            ranks, then loss and gradients are divided by the total count.
+        loss_on: ``last``: only the rank of the last stage gets the loss of a step. ``all``: every rank gets it, in
+            float32, or in float64 if weights are float64.
+        check_finite: whether each output is tested for NaN and infinity; the host waits for each test.
+        replay: whether steps are replayed as CUDA graphs, one for each signature from its third step on, without work
+            for the host. No module may read a value on the host.
         overlap: whether the forward and the backward of an overlapped pair (of DualPipe, DualPipeV, 1F1B or interleaved
-            1F1B) take turns at the overlap points of their modules, see ``overlap_point``. Also by ``schedule.overlap``
-            of the plan.
+            1F1B) alternate at the overlap points of their modules, see ``overlap_point``. ``schedule.overlap`` of the
+            plan also sets it.
         timeout_s: time without progress after which a report is printed and all ranks end.
         unsafe: train by a plan that is not proved.
 
@@ -145,7 +144,7 @@ class Pipeline:
 
     @classmethod
     def tuned(cls, model: nn.Module, **arguments: Any) -> Pipeline:
-        """The pipeline of the layout that ``tune`` chooses for a model; ``arguments`` are those of ``tune``.
+        """The pipeline of the layout that ``tune`` chooses for a model; ``arguments`` go to ``tune``.
 
         Raises:
             PipelineError: no layout is possible, see ``tune``.
@@ -167,14 +166,14 @@ class Pipeline:
     def splits(self) -> dict[int, str]:
         """The split of each stage of this rank: ``whole``, ``linear`` or ``graph``.
 
-        A reason follows where a stage cannot run as graphs: ``linear: it communicates ..``. Stages are captured in the
+        If a stage cannot run as graphs, a reason follows: ``linear: it communicates ..``. Stages are captured in the
         first step.
         """
         return {number: stage.split for number, stage in self._runner.modules.items()}
 
     @property
     def kept_bytes(self) -> dict[int, list[KeptBytes]]:
-        """Memory that one forward keeps, of the stages of this rank that run as graphs: of each graph, after a step."""
+        """Memory that one forward keeps, for each graph of this rank's stages; stages without graphs have no entry."""
         return {number: list(stage.kept) for number, stage in self._runner.modules.items() if stage.split == "graph"}
 
     def step(
@@ -190,28 +189,28 @@ class Pipeline:
     ) -> torch.Tensor | None:
         """Run forward and backward of all micro-batches; gradients are added to ``.grad`` of the parameters.
 
-        ``args`` are needed where the first stage is, ``target`` where the last is. A stage gets the ``kwargs`` that its
+        The first stage's rank needs ``args``, the last stage's rank ``target``. A stage gets the ``kwargs`` that its
         forward accepts, and its own ``stage_kwargs``. ``step(**batch)`` takes ``input_ids`` for the first stage, and
         ``labels`` as the target. Tensors whose first dim is the rows are split into micro-batches, scalars are shared,
         and other values need ``split_dims``, ``same_kwargs`` or ``MicroBatches``. All sizes may differ from step to
-        step. ``scaler`` scales the loss, and an
-        overflow on one rank becomes one on all, so that all skip the same steps. ``losses`` collects those of
-        micro-batches, and ``metrics`` of each name the tensors by micro-batch, where the last stage is.
+        step. ``scaler`` scales the loss; an overflow on one rank becomes an overflow on all, and all skip the same
+        steps. On the last stage's rank, ``losses`` collects the losses of micro-batches, and ``metrics`` for each name
+        the tensors of micro-batches.
 
-        ``loss_kwargs`` are keyword arguments of ``loss_fn``, split as the others. With ``num_items_in_batch`` among
-        them, the number of labels of the whole step and of all data ranks, ``loss_fn`` divides a sum by it: losses and
-        gradients of micro-batches and data ranks are added, and not averaged.
+        ``loss_kwargs`` are keyword arguments of ``loss_fn``, split like the others. ``num_items_in_batch`` is the
+        number of labels of the whole step and of all data ranks. With it ``loss_fn`` divides a sum by it: losses and
+        gradients of micro-batches and data ranks are added, not averaged.
 
-        Returns the loss of the step where the last stage is, or everywhere with ``loss_on="all"``, else None: the mean
-        over micro-batches, or by ``scale_grads`` and ``normalize``.
+        Returns the loss of the step on the last stage's rank, or on all ranks with ``loss_on="all"``, else None. It is
+        the mean over micro-batches, unless ``scale_grads`` or ``normalize`` changes that.
 
         Raises:
-            PipelineError: a module raised on some rank, or the data does not fit; every rank raises it. With
-                ``leaves_usable`` nothing was posted, and other steps may follow.
+            PipelineError: a module raised on some rank, or the data does not fit; every rank raises it. If its
+                ``leaves_usable`` is True, nothing was posted, and other steps may follow.
         """
         runner = self._runner
         if scaler is not None and scaler.is_enabled():
-            scaler.scale(torch.zeros((), device=runner.device))  # begins it also where no loss is
+            scaler.scale(torch.zeros((), device=runner.device))  # initialises it on ranks without a loss, too
         self._cut_model.is_stale = True
         with runner.one_error():
             inputs = StepInputs(args, target, kwargs, stage_kwargs or {}, loss_kwargs or {})
@@ -228,11 +227,12 @@ class Pipeline:
         metrics: dict[str, list[torch.Tensor]] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the forwards alone. Modules keep their mode: call ``eval()`` on them for evaluation.
+        """Run only the forwards. Modules keep their mode: call ``eval()`` on them for evaluation.
 
-        Buffers and random states stay as they were, in training mode too: the training continues as without evaluation.
+        Buffers and random states stay as they were, in training mode too: the evaluation does not change the training.
 
-        Returns the loss as ``step`` if there is a target, else, where the last stage is, the output of all rows.
+        With a target, returns the loss like ``step``. Without one, returns the output of all rows on the last stage's
+        rank.
         """
         runner = self._runner
         with torch.no_grad(), runner.one_error(), runner.unchanged_state():
@@ -243,10 +243,10 @@ class Pipeline:
         return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients of all stages so that their common norm is at most ``max_norm``; return the norm.
+        """Scale the gradients of all stages to a common norm of at most ``max_norm``; return the norm before that.
 
-        On any topology the norm has the bits of ``torch.nn.utils.clip_grad_norm_`` on the whole model, which would see
-        this rank alone. A weight that several stages share counts once.
+        On any topology the norm has the bits of ``torch.nn.utils.clip_grad_norm_`` on the whole model; that function
+        itself would see only this rank. A weight that several stages share counts once.
         """
         if norm_type != 2.0:
             raise PipelineError("only the 2-norm is summed over the ranks")
@@ -269,13 +269,13 @@ class Pipeline:
         stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> Comparison:
-        """Run one step, and compare its loss and every gradient with those of the unpartitioned module.
+        """Run one step, and compare its loss and every gradient with the unpartitioned module's.
 
         The first rank of the pipeline needs the ``reference``, and all arguments of the step. The reference gets the
         pipeline's weights and the keyword arguments of all stages, and runs the micro-batches one by one in the plan's
-        order. ``name_of`` gives the reference's name of a stage's parameter, where it is neither the same name nor
-        ``stage.name``. Gradients that were there before are put back, and so are buffers and random states. Dropout
-        draws other numbers in the reference: compare without.
+        order. ``name_of`` gives the reference's name of a stage's parameter, if it is neither the same name nor
+        ``stage.name``. Earlier gradients, buffers and random states are put back. Dropout draws other numbers in the
+        reference: compare without dropout.
         """
         run = partial(self.step, *args, target=target, loss_kwargs=loss_kwargs, stage_kwargs=stage_kwargs, **kwargs)
         inputs = StepInputs(args, target, kwargs, stage_kwargs or {}, loss_kwargs or {})
@@ -284,7 +284,7 @@ class Pipeline:
     def record(self, directory: str | Path) -> AbstractContextManager[None]:
         """Record the messages of this block's steps into a directory, which ``pipeproof check`` reads.
 
-        ``record_layers(pipe.stages, directory)`` records losses, gradients and what the layers compute.
+        ``record_layers(pipe.stages, directory)`` records losses, gradients and the values in the layers.
         """
         from pipeproof.exec.train.torch.profile_steps import recorded_steps
 

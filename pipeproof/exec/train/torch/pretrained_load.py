@@ -39,7 +39,7 @@ def models_of(stages: Mapping[int, nn.Module], ranks: Ranks) -> list[Any]:
     """The ``PreTrainedModel`` of each stage of this rank.
 
     Raises:
-        PipelineError: a stage is of another kind, or of a model that such a directory does not hold.
+        PipelineError: a stage is of another kind, or its model cannot be in such a directory.
     """
     if isinstance(stages, ModelStages) and ranks.size > 1:
         raise PipelineError(
@@ -99,13 +99,13 @@ def load_pretrained(
     device: torch.device | str | None = None,
     group: Any = None,
 ) -> None:
-    """Load a directory of Hugging Face into the stages of this rank: what ``from_pretrained`` would give them.
+    """Load a directory of Hugging Face into the stages of this rank, as ``from_pretrained`` would.
 
     ``stages`` are this rank's stages of ``stages_of_transformers``, by global stage number. Every rank of ``group``
-    calls it. What is on the meta device gets memory on ``device`` (the current GPU, else the CPU), and buffers that no
+    calls it. Tensors on the meta device get memory on ``device`` (the current GPU, else the CPU), and buffers that no
     state dict has are computed. Other parameters are written in place. Each rank reads the tensors of its own stages,
-    one after the other, converts them as the library does, and casts them to the type of the parameter. Shards of
-    ``fully_shard`` take their part.
+    one after the other, converts them as the library does, and casts them to the type of the parameter. With
+    ``fully_shard`` each rank keeps its shard.
 
     Names and shapes of the whole model are checked before anything changes.
 
@@ -132,8 +132,8 @@ def initialize_weights(
 ) -> None:
     """Initialise the stages of this rank as the library does a new model, and give them memory as ``load_pretrained``.
 
-    All parameters and buffers get new values. The numbers that are drawn depend on ``seed``, on the number of the stage
-    and on what is in it: ranks with one stage draw the same ones, and another cut draws others.
+    All parameters and buffers get new values. The random numbers depend on ``seed``, on the number of the stage and on
+    its contents: ranks with the same stage draw the same numbers, another cut draws others.
 
     Raises:
         PipelineError: a stage is not of ``stages_of_transformers``, or is sharded.
@@ -150,7 +150,7 @@ def initialize_weights(
     require_computed_buffers(stages)
 
 
-# --- what is in a directory ---
+# --- the contents of a directory ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class _Conversion:
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
     def run(self, whole: Any, get: Callable[[_Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of the model by name; ``get`` gives those of the directory."""
+        """The tensors of the model by name; ``get`` returns a tensor of the directory."""
         transform = copy.deepcopy(self.transform)
         for key, pattern, stored in self.sources:
             transform.add_tensor(self.first, key, pattern, partial(get, stored))
@@ -299,7 +299,7 @@ def _reads(
 def _require_equal_ties(
     whole: Any, conversions: Mapping[str, _Conversion], held: Sequence[HeldTensor], path: Path
 ) -> None:
-    """Refuse other values under two names of one weight."""
+    """Refuse different values under two names of one weight."""
     for name in {entry.name for entry in held} & conversions.keys():
         source = whole.all_tied_weights_keys.get(name)
         if source in conversions:
@@ -312,7 +312,7 @@ def _require_equal_ties(
 
 
 def _materialize(stages: Mapping[int, nn.Module], device: torch.device | str | None, loaded: set[str]) -> None:
-    """Give memory to what is on the meta device, and compute the buffers of it that are not ``loaded``."""
+    """Give memory to tensors on the meta device, and compute the buffers among them that are not ``loaded``."""
     made = _give_memory(stages, device)
     for number, stage in stages.items():
         if made[number]:

@@ -1,4 +1,4 @@
-"""``pipeproof.torch.record_layers``: what the modules of any PyTorch program compute."""
+"""``pipeproof.torch.record_layers``: the values that the modules of any PyTorch program compute."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def record_layers(
     ranks: Sequence[int] | None = None,
     largest: int = 0,
 ) -> Iterator[Callable[[], None]]:
-    """Record what each module reads and makes, forward and backward, gradients of weights, and losses.
+    """Record the inputs and outputs of each module, forward and backward, gradients of weights, and losses.
 
     ``pipeproof state align`` compares two such records, also of two frameworks. Each rank writes a file; the tensors of
-    all ranks are joined when they are compared. A step ends where an optimizer steps. A program without one calls what
-    the block gives, ``with record_layers(..) as end_step``, before it resets the gradients; the last step may end with
-    the block. Micro-batches are counted by the calls of a model or a stage. A loss is a scalar at which a backward
+    all ranks are joined when they are compared. A step ends when an optimizer steps. A program without an optimizer
+    calls ``end_step`` of ``with record_layers(..) as end_step`` before it resets the gradients; the last step may end
+    with the block. Micro-batches are counted by the calls of a model or a stage. A loss is a scalar at which a backward
     starts. The program computes the same bits; after the block, nothing of it remains.
 
     Args:
-        model: a model; with pipeline parallelism, the stages of this rank, by number or in a list. Names are those of
-            the model.
+        model: a model; with pipeline parallelism, the stages of this rank, by number or in a list. The record has the
+            model's names.
         directory: created if needed; one for all ranks.
         names: patterns, such as ``"*.mlp"``, of modules and parameters whose tensors are kept, not only their digests;
-            ``["*"]`` keeps all. Tensors are needed where the sides differ in layout, and to guess a cause.
-        ranks: record only on these ranks, such as those of one data-parallel replica.
+            ``["*"]`` keeps all. Tensors are needed if the sides differ in layout, and to guess a cause.
+        ranks: record only on these ranks, such as the ranks of one data-parallel replica.
         largest: keep also tensors of at most so many bytes.
 
     Raises:

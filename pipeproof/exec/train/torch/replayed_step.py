@@ -26,7 +26,7 @@ MOST_GRAPHS = 8
 
 
 class Replays:
-    """The replayed steps of one rank, by the words of their signatures; ``trained`` is as in ``ReplayedStep``."""
+    """The replayed steps of one rank, by the words of their signatures; ``trained``: see ``ReplayedStep``."""
 
     def __init__(self, trained: Callable[[], Mapping[str, nn.Parameter]], stream: CaptureStream) -> None:
         self._trained, self._stream = trained, stream
@@ -34,7 +34,7 @@ class Replays:
         self._steps: dict[Hashable, ReplayedStep] = {}
 
     def of(self, words: Hashable, signatures: Container[Hashable]) -> ReplayedStep | None:
-        """The steps of one signature; None where there are ``MOST_GRAPHS`` others that are ``signatures``."""
+        """The steps of one signature; None if there are already ``MOST_GRAPHS`` others that are ``signatures``."""
         if words not in self._steps:
             self._steps = {each: step for each, step in self._steps.items() if each in signatures}
             if len(self._steps) >= MOST_GRAPHS:
@@ -82,7 +82,8 @@ class ReplayedStep:
         """Run a step on ``values``, the argument of ``execute``: by it, or by a replay of it. Returns its loss terms.
 
         Raises:
-            PipelineError: the step cannot be captured, or differs from the captured one in what a graph keeps.
+            PipelineError: the step cannot be captured, or differs from the captured one in something that a graph
+                keeps.
         """
         if self._num_run < _NUM_WARM_UPS:
             self._num_run += 1
@@ -135,7 +136,7 @@ class ReplayedStep:
         return replay
 
     def _attach_gradients(self) -> None:
-        """Make the captured tensors the gradients of the parameters, with the values that these have now."""
+        """Make the captured tensors the gradients of the parameters, with the current values of the gradients."""
         unset = []
         for name, memory in self._gradients.items():
             weight = self._parameters[name]

@@ -1,9 +1,9 @@
-"""One word of each rank to all others before a step posts anything: the kind and sizes of what the rank was given.
+"""One word from each rank to all others before a step posts anything: kind and sizes of the rank's arguments.
 
 The words travel between hosts over TCP, also where the stages are on GPUs. A rank sends and receives a message in each
-of log2(ranks) rounds (Bruck's allgather). gloo would send two messages for each, and wake a thread, for its receiver
-first reports that it is ready. Here the kernel keeps the word until it is read: that costs less than an operation of
-the step.
+of log2(ranks) rounds (Bruck's allgather). gloo would send two messages for each, and wake a thread, because its
+receiver first reports that it is ready. Here the kernel keeps the word until it is read, which costs less than an
+operation of the step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ REFUSED = 0
 _MOST_WORDS = 1024
 _PLAIN = (str, bool, type(None), torch.dtype)
 _WORD = 8
-"""Bytes of a word, and of the rank that a connection begins with."""
+"""Bytes of a word, and of the rank number at the start of a connection."""
 _SECRET = 16
-"""Bytes by which a rank knows that a connection is of its pipeline."""
+"""First bytes of each connection of a pipeline, by which a rank recognises it."""
 _GREETING_S = 5.0
-"""Time limit for what a connection begins with."""
+"""Time limit for the first bytes of a connection."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Round:
     num_words: int
 
     def shut_down(self) -> None:
-        """Wake who waits at either end of a connection, with an error."""
+        """Wake threads that wait at either end of a connection, with an error."""
         for end in (self.target, self.source):
             with suppress(OSError):  # it has already ended
                 end.shutdown(socket.SHUT_RDWR)
@@ -58,12 +58,12 @@ class Round:
 
 
 def connected_rounds(address: str, rank: int, num_ranks: int, store: dist.Store, timeout_s: float) -> tuple[Round, ...]:
-    """Connect a rank with those that it sends words to, and with those that it receives words from.
+    """Connect a rank with the ranks that it exchanges words with.
 
-    ``address`` is that of this rank's host on the network of the pipeline.
+    ``address`` is the address of this rank's host on the network of the pipeline.
 
     Raises:
-        RuntimeError: a rank did not come in time, or cannot be reached.
+        RuntimeError: a rank did not connect in time, or cannot be reached.
     """
     steps = [1 << bit for bit in range((num_ranks - 1).bit_length())]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -92,7 +92,7 @@ def _connected(store: dist.Store, rank: int, target: int, timeout_s: float) -> s
 
 
 def _accepted(server: socket.socket, secret: bytes, ranks: set[int], timeout_s: float) -> dict[int, socket.socket]:
-    """The connections from these ranks; one that does not begin as theirs do is closed."""
+    """The connections from these ranks; connections with other first bytes are closed."""
     accepted: dict[int, socket.socket] = {}
     while accepted.keys() != ranks:
         connection, _ = server.accept()
@@ -149,14 +149,14 @@ class RollCall:
 
 
 class Words:
-    """The words of one rank. With ``has_values`` another number is another word, as a replayed step contains it."""
+    """The words of one rank. With ``has_values`` the word depends on numbers, which a replayed step contains."""
 
     def __init__(self, *, has_values: bool) -> None:
         self._has_values = has_values
         self._by_form: dict[Hashable, int] = {}
 
     def word(self, *values: Any) -> int:
-        """The word of what a step was given: equal for equal structures, shapes and types, in every process."""
+        """The word of a step's arguments: equal for equal structures, shapes and types, in every process."""
         form = self._form(values)
         word = self._by_form.get(form)
         if word is None:

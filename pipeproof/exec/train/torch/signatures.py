@@ -1,9 +1,10 @@
 """Signatures of steps: the kinds of calls and sizes that all ranks agree on, each inferred and proved once.
 
-Each rank sends one word, a digest of the structure, shapes and types that it was given, to all others. If these words
-are known together, all ranks know the signature, and the step begins. Otherwise the ranks exchange what they have,
-split it, run the stages on the new shapes, and lower and prove the plan of the new sizes. What one rank refuses, all
-refuse, with one text and before anything is posted, so that the pipeline stays usable.
+Each rank sends one word, a digest of the structure, shapes and types of its arguments, to all others. If this
+combination of words is known, all ranks know the signature, and the step begins. Otherwise the ranks exchange
+descriptions of their arguments, split them, run the stages on the new shapes, and lower and prove the plan of the new
+sizes. If one rank refuses its arguments, all refuse, with one text and before anything is posted: the pipeline stays
+usable.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
 
 MOST_SIGNATURES = 64
-"""Signatures that a pipeline keeps; the one that was used longest ago is forgotten first."""
+"""Signatures that a pipeline keeps; the least recently used signature is forgotten first."""
 
 View = dict[str, list[str]]
 """The arguments of one micro-batch by name: shapes and types of their leaves. ``args`` are the positional ones."""
@@ -43,8 +44,8 @@ class Signature:
     """Sizes of steps, and what exists for them.
 
     ``num_rows`` are the rows of a micro-batch. ``views`` are the distinct arguments of micro-batches; ``order`` has the
-    view of each micro-batch, and is empty for one view. ``outputs`` are those of all layers of the plan, and ``edges``
-    its edges by name.
+    view of each micro-batch, and is empty for one view. ``outputs`` has the outputs of all layers of the plan, and
+    ``edges`` its edges by name.
     """
 
     num_micro_batches: int
@@ -71,7 +72,7 @@ class Signature:
 
 
 class Signatures:
-    """The signatures of one rank's pipeline, whose first one is that of the start."""
+    """The signatures of one rank's pipeline; the first signature is inferred at the start."""
 
     def __init__(
         self, ranks: Ranks, settings: Settings, placed: Placed, planned: Planned, plan: TrainedPlan, roll: RollCall,
@@ -89,9 +90,9 @@ class Signatures:
             {edge["name"]: edge for edge in planned.content.get("edges", ())}, planned.content, plan,
         )  # fmt: skip
         self.known: OrderedDict[tuple[int, ...], Signature] = OrderedDict()
-        """By the words of all ranks, the one that was used last at the end."""
+        """Signatures by the words of all ranks, the last used at the end."""
         self.words: tuple[int, ...] = ()
-        """Those of the last call."""
+        """The words of the last call."""
         self._num_new = 0
 
     def agreed(
@@ -104,10 +105,10 @@ class Signatures:
         """The signature of a call on all ranks; ``call`` is ``step`` or ``eval_step``.
 
         ``require`` raises if this rank cannot make the call; ``split`` splits this rank's values into a number of
-        micro-batches with so many rows in all.
+        micro-batches, for a total number of rows.
 
         Raises:
-            PipelineError: a rank refuses what it was given; all ranks raise it with one text, and may make other calls.
+            PipelineError: a rank refuses its arguments; all ranks raise it with one text, and may make other calls.
         """
         refusal: PipelineError | None = None
         try:
@@ -180,7 +181,7 @@ class Signatures:
         )
 
     def _found(self, num: int, views: list[View], order: list[int]) -> Signature | None:
-        """The known signature of these sizes, or one with the boundaries of a known one."""
+        """The known signature of these sizes, or a new one with the boundaries of a known signature."""
         every = [self.first, *{id(each): each for each in self.known.values()}.values()]
         same = [each for each in every if each.has_views(views, order)]
         exact_match = next((each for each in same if each.num_micro_batches == num), None)
@@ -210,8 +211,8 @@ class Signatures:
         for number, each in self._placed.replicas.items():
             if each.is_sharded:
                 raise PipelineError(
-                    f"stage {number} is sharded by fully_shard, which communicates in each run, so that no stage is "
-                    "run for new shapes after the start: pass micro-batches like the example, fewer or more of them"
+                    f"stage {number} is sharded by fully_shard, which communicates in each run: stages are not run "
+                    "for new shapes after the start; pass micro-batches like the example, fewer or more of them"
                 )
 
     def _sized(
@@ -240,7 +241,7 @@ def _of_micro_batch(data: StepData, index: int) -> tuple[tuple[Any, ...], dict[i
 
 
 def view_of(args: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> View:
-    """The view of one micro-batch; ``args`` are empty where the first stage is not."""
+    """The view of one micro-batch; ``args`` is empty on ranks without the first stage."""
     view = {"args": [_leaf(leaf) for leaf in tree_leaves(tuple(args))]} if args else {}
     for stage, named in kwargs.items():
         view |= {f"{name} of stage {stage}": [_leaf(leaf) for leaf in tree_leaves(value)]
@@ -249,7 +250,7 @@ def view_of(args: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> Vie
 
 
 def _merged(by_rank: Sequence[Sequence[View]], first: int) -> list[View]:
-    """The views of the example, of which a rank may have been given a part; ``first`` has the first stage."""
+    """The views of the example, merged from ranks that may each have a part; ``first`` has the first stage."""
     merged = [dict(view) for view in by_rank[first]]
     for own in by_rank:
         for view, more in zip(merged, own, strict=False):
@@ -299,7 +300,7 @@ def digests_of(assigned: AssignedInputs) -> dict[str, str]:
 
 
 def require_same_digests(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Refuse ranks that were given other values of one argument; a rank may have been given fewer arguments.
+    """Refuse different values of one argument on two ranks; a rank may have fewer arguments.
 
     Raises:
         PipelineError: names the argument, and the ranks by digest.

@@ -1,13 +1,13 @@
-"""Split backward of any module: weight gradients of ``nn.Linear`` alone are left to W, or the stage runs as graphs.
+"""Split backward of any module: W computes only weight gradients of ``nn.Linear``, or the stage runs as graphs.
 
 ``LinearSplit``: each ``nn.Linear`` runs on a graph of its own, cut off from its weight: I asks it for the gradient of
-its input, W for those of its weight and bias. Both come from autograd's own formulas, so that their bits are those of a
-whole backward. All other weights get their gradient in I, which keeps it aside; W adds it. What is no weight of the
-module, such as a parameter of a loss function, gets it in I.
+its input, W for the gradients of its weight and bias. Both come from autograd's own formulas, with the bits of a whole
+backward. For all other weights I computes the gradient and keeps it aside; W adds it. Tensors outside of the module,
+such as a parameter of a loss function, get their gradient in I.
 
-``GraphSplit``: Dynamo captures the stage, the last one with its loss function, as one graph, and guards what it assumed
-about Python; F, I and W are parts of it (``stages.torch.graph_capture``). A plain B is I, then W. With ``eager`` they
-have the bits of eager mode. With ``inductor`` they are compiled, and W adds matrix products inside of the product.
+``GraphSplit``: Dynamo captures the stage, the last one with its loss function, as one graph, and guards its assumptions
+about Python values; F, I and W are parts of it (``stages.torch.graph_capture``). A plain B is I, then W. With ``eager``
+they have the bits of eager mode. With ``inductor`` they are compiled, and W adds matrix products inside of the product.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LinearSplit:
                 part.forward = partial(self._linear, part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; outside of this its layers are as they were."""
+        """Call the module; its layers are only changed during the call."""
         self._is_running = True
         try:
             return self._module(*args, **kwargs)
@@ -64,7 +64,7 @@ class LinearSplit:
             self._is_running = False
 
     def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
-        """Set the gradients of the inputs; return the rest of the backward, which adds those of weights."""
+        """Set the gradients of the inputs; return the rest of the backward, which adds the weight gradients."""
         deferred = self._deferred = []
         with gradients_aside(self._weights):
             try:
@@ -75,7 +75,7 @@ class LinearSplit:
         return partial(_accumulate, deferred, aside)
 
     def _linear(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        """The layer's own result, on a graph that bypasses its weight where W can have it."""
+        """The layer's own result, on a graph that bypasses its weight if W can compute the weight gradient."""
         weight = module.weight
         plain = (
             torch.compiler.is_compiling()
@@ -97,7 +97,7 @@ class LinearSplit:
 
 
 def require_splittable(number: int, module: nn.Module, *, is_sharded: bool) -> None:
-    """Refuse a stage that relies on what a backward in two parts does not do.
+    """Refuse a stage that relies on a feature that a backward in two parts does not have.
 
     Raises:
         PipelineError: names the feature, and ``split='whole'``.
@@ -202,7 +202,7 @@ class GraphSplit:
         self._hooks: list[Any] | None = None
         self._deferred: list[Callable[[], None]] = []
         self.kept: list[KeptBytes] = []
-        """Of each graph. There is one for each length of micro-batches."""
+        """For each graph. There is one graph for each length of micro-batches."""
 
     def begin(self) -> None:
         """Begin a step: forget graphs that were captured with other hooks, which no guard looks at.
@@ -223,7 +223,7 @@ class GraphSplit:
     def forward(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, loss_kwargs: Mapping[str, Any] = {},
     ) -> Any:  # fmt: skip
-        """The output of the stage, or what its loss function returns.
+        """The output of the stage, or the result of its loss function.
 
         Raises:
             NotCapturedError: nothing ran.
@@ -235,13 +235,13 @@ class GraphSplit:
             raise NotCapturedError(_reason(error)) from error
 
     def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
-        """Set the gradients of the inputs; return W, which adds those of weights."""
+        """Set the gradients of the inputs; return W, which adds the weight gradients."""
         self._deferred = []
         torch.autograd.backward(roots, gradients)
         return partial(_run_all, self._deferred)
 
     def capture(self, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
-        """The callable of what Dynamo captured, for these shapes."""
+        """The callable of Dynamo's capture, for these shapes."""
         add, own = partial(_adder, can_own=self._compiler == "eager"), weakref.ref(self)
         run, kept = captured_graphs(
             graph, example, self._compiler, lambda work: _alive(own).defer(work), add,
@@ -295,7 +295,7 @@ def _add(addend: Addend, weight: nn.Parameter, graph_outputs: Sequence[torch.Ten
 
 
 def _own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A copy of a gradient, with the type and memory layout of its weight, as autograd's first one has."""
+    """A copy of a gradient, with the type and memory layout of its weight, like autograd's first gradient."""
     return gradient.to(weight.dtype, copy=True) if gradient.is_sparse else torch.empty_like(weight).copy_(gradient)
 
 
@@ -320,7 +320,7 @@ def _entry(module: nn.Module, loss_fn: Callable[..., Any] | None, unused: Abstra
 
 
 def _detached(output: Any, positions: AbstractSet[int]) -> Any:
-    """The output of a stage, with those of its tensors detached that get no gradient."""
+    """The output of a stage, in which tensors that get no gradient are detached."""
     if isinstance(output, torch.Tensor):
         return output.detach()
     if isinstance(output, Mapping):
@@ -344,7 +344,7 @@ _WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _require_capturable(module: nn.Module) -> None:
-    """Refuse what Dynamo would capture without its effect."""
+    """Refuse features that Dynamo would capture without their effect."""
     if torch._dynamo.config.disable:  # noqa: SLF001 - the name of the setting
         raise NotCapturedError("torch.compile is disabled (TORCHDYNAMO_DISABLE)")
     for name, part in module.named_modules():

@@ -14,7 +14,7 @@ from pipeproof.exec.train.plan_layers import Cut
 from pipeproof.exec.train.stage_boundaries import Form, leaves_of
 
 Edges = Mapping[str, Sequence[Any]]
-"""By name the stage that makes a tensor, the later stages that use it, and the route, ``relay`` without it."""
+"""By name: the stage that makes a tensor, the later stages that use it, and the route (default ``relay``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StageEdges:
 
     @classmethod
     def of(cls, of_script: Edges, plan: Mapping[str, Any], layers: Cut) -> StageEdges:
-        """The edges that a script gives, or its plan with the layers of each stage.
+        """The edges from the script's argument, or from its plan with the layers of each stage.
 
         Raises:
             PipelineError: both differ, or an edge does not lead to later stages.
@@ -86,7 +86,7 @@ class StageEdges:
         return Form("dict", (*keys[: len(keys) - len(made)], *used))
 
     def wrapped(self, number: int, module: nn.Module) -> nn.Module:
-        """A stage with what makes, takes and passes on the tensors of edges around it."""
+        """A stage in a wrapper that makes, takes and passes on the tensors of edges."""
         arriving = self.before(number) + self.direct(number, makes=False)
         leaving = self.before(number + 1) + self.direct(number, makes=True)
         if not arriving and not leaving:
@@ -107,8 +107,8 @@ class StageEdges:
 class EdgeStage(nn.Module):  # type: ignore[misc]  # torch is untyped
     """A stage that returns a dict: its output by position (or by name, if it is a dict), then the edges that leave it.
 
-    The stage takes those that it uses as keyword arguments. What it makes is under the edge's name in the dict that it
-    returns, or else is its output itself, a tensor. What it passes on is copied, because the memory of a message may be
+    The stage takes its edges as keyword arguments. A tensor that it makes is under the edge's name in the dict that it
+    returns, or is its output itself. A tensor that it passes on is copied, because the memory of a message may be
     reused.
     """
 

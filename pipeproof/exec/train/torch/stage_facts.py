@@ -28,7 +28,7 @@ class Examples:
 
     ``by_micro_batch`` is empty if all micro-batches have one example. ``lengths`` are the sequence lengths of the
     distinct examples, empty for one: a stage runs once for each, and a dim of its output either is the same in all runs
-    or is the sequence length (``s`` in a plan). ``rows`` are those of a micro-batch; None without arguments of the
+    or is the sequence length (``s`` in a plan). ``rows`` is the rows of a micro-batch; None without arguments of the
     first stage.
     """
 
@@ -93,7 +93,7 @@ def plan_entries(
     """The plan's ``out`` of stage ``number``, by its outputs for each of the ``lengths``.
 
     Raises:
-        PipelineError: a dim differs and is not the sequence length, or something else than a size does.
+        PipelineError: a dim differs and is not the sequence length, or something other than a size differs.
     """
     entries = []
     for position, specs in enumerate(zip(*outputs, strict=True)):
@@ -178,8 +178,8 @@ class StageDescriber:
         """Facts of all stages, boundaries of this rank's, and the rows of a micro-batch.
 
         Each stage runs on its first rank, which publishes its boundary for the next one in the store. ``examples`` need
-        the positional arguments where the first stage is, and the keyword arguments of this rank's stages. ``phase`` is
-        another one in each call.
+        the positional arguments where the first stage is, and the keyword arguments of this rank's stages. ``phase``
+        must be different in each call.
         """
         homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
         own = [number for number in range(self.num_stages) if homes[number] == self.rank]
@@ -279,7 +279,7 @@ class StageDescriber:
     def _seen_layers(
         self, number: int, layers: CutLayers | None, runs: Sequence[StageRun], num_rows: int, lengths: Sequence[int]
     ) -> list[dict[str, Any]]:
-        """The layers of a stage with their outputs, but that of the last, and what each keeps."""
+        """The layers of a stage with their outputs, except the last layer's, and the bytes that each keeps."""
         inner = _inner_entries(runs, num_rows, lengths, number)
         if inner is None and not self.is_planned:
             layers = None
@@ -324,7 +324,7 @@ def _inner_entries(
 def _uses(runs: Sequence[StageRun], num_inputs: int, keys: Sequence[str]) -> list[list[int]] | None:
     """The inputs that the gradient of each output reaches, by position in the output of the stage before.
 
-    None if not seen. ``keys`` are those of a dict that the stage before returns.
+    None if not seen. ``keys`` are the keys of a dict that the stage before returns.
     """
     seen = [each.uses for each in runs if each.uses is not None]
     if len(seen) < len(runs):
@@ -335,7 +335,7 @@ def _uses(runs: Sequence[StageRun], num_inputs: int, keys: Sequence[str]) -> lis
 
 
 def _unused_outputs(entries: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, ...]]:
-    """Outputs of each stage that get no gradient, because no stage after it uses them for what has one."""
+    """Outputs of each stage that get no gradient, because no later stage computes a value with a gradient from them."""
     unused: dict[int, tuple[int, ...]] = {len(entries) - 1: ()}
     for number in reversed(range(1, len(entries))):
         before, uses = entries[number - 1], entries[number]["uses"]

@@ -14,7 +14,7 @@ from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form
 
 _FIRST, _TARGET = "input_ids", "labels"
-"""Names in a collator's dict of what only the first stage and the loss read, unless a stage names them."""
+"""Names in a collator's dict that only the first stage and the loss read, unless another stage names them."""
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """Attributes of wrappers that hold the module whose signature counts."""
 
@@ -44,7 +44,7 @@ class AssignedInputs:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Parameters of a module's forward: by position, by keyword, and those without a default that have a position.
+    """Parameters of a module's forward: by position, by keyword, and positional parameters without a default.
 
     ``more_args`` is the name of ``*args``, if it has them.
     """
@@ -72,7 +72,7 @@ class Signature:
         )
 
     def names_of(self, num_args: int) -> list[str]:
-        """Names of positional arguments; those of ``*args`` are numbered from 0, such as ``args.1``."""
+        """Names of positional arguments; arguments in ``*args`` are numbered from 0, such as ``args.1``."""
         rest = range(max(0, num_args - len(self.positional)))
         return [*self.positional[:num_args], *(f"{self.more_args or 'args'}.{index}" for index in rest)]
 
@@ -115,7 +115,7 @@ class StageKeywords:
         return frozenset(by_position.get(key, key) for key in form.keys or map(str, range(num_leaves)))
 
     def require_named(self, paths: Iterable[str], argument: str) -> None:
-        """Refuse names that no stage has; ``argument`` is that of ``Pipeline`` that lists them.
+        """Refuse names that no stage has; ``argument`` is the argument of ``Pipeline`` that lists them.
 
         Raises:
             PipelineError: names the path, and the names that exist.
@@ -158,7 +158,7 @@ class StageKeywords:
         return AssignedInputs(args, target, kwargs, inputs.stage_kwargs)
 
     def names_of(self, number: int, names: Iterable[str], args: Iterable[str] = ()) -> list[str]:
-        """Those of the names that a stage gets; ``args`` are names of the positional arguments of the first stage."""
+        """The names that a stage gets; ``args`` are names of the positional arguments of the first stage."""
         return [name for name in names if self._accepts(number, name, args)]
 
     def missing(self, assigned: AssignedInputs) -> list[str]:
@@ -177,7 +177,7 @@ class StageKeywords:
         return signature.has_more_kwargs and reads
 
     def _drop_unread(self, kwargs: dict[str, Any], name: str, args: Iterable[str]) -> None:
-        """Keep a value that has become an argument or the target where a stage names it, too."""
+        """Keep a value that has become an argument or the target only if a stage also names it."""
         if not any(self._accepts(number, name, args) for number in range(len(self._signatures))):
             del kwargs[name]
 

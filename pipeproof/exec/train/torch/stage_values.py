@@ -29,7 +29,7 @@ def plain_leaves_of(value: Any, what: str) -> tuple[Form, Leaves]:
 
 
 class MicroBatches(tuple[Any, ...]):
-    """Values of all micro-batches in their order, where they are not rows of one tensor: of other lengths, for example.
+    """Values of all micro-batches in order, if they are not rows of one tensor: for example with different lengths.
 
     It may be an argument of a step, its target and an argument of the example, or inside of one.
     """
@@ -51,7 +51,7 @@ register_pytree_node(MicroBatches, lambda values: (list(values), None), lambda i
 
 
 def _require_plain(leaf: torch.Tensor, what: str) -> None:
-    """Refuse what cannot cross: of a DTensor this rank has a part, and the next stage may be distributed otherwise."""
+    """Refuse tensors that cannot cross, such as a DTensor: the next stage may be distributed otherwise."""
     if hasattr(leaf, "placements"):
         raise PipelineError(
             f"{what} returns a DTensor with placements {list(leaf.placements)}: stages exchange plain tensors; let the "

@@ -1,4 +1,4 @@
-"""The start of a pipeline in phases: join, place, infer, plan, prove, connect. Each is a function of the ones before.
+"""The start of a pipeline in phases: join, place, infer, plan, prove, connect. Each is a function of earlier ones.
 
 A phase runs on every rank, and its error on one rank is an error on all.
 """
@@ -127,7 +127,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The keys of the plan, and the ``boundaries`` of all stages; a micro-batch has ``num_rows``.
+    """The keys of the plan, and the ``boundaries`` of all stages; a micro-batch has ``num_rows`` rows.
 
     ``names`` are the plan's names of the weights of each stage, by those in the stage.
 
@@ -153,7 +153,7 @@ class Connected:
 
 
 def join(group: dist.ProcessGroup | dist.DeviceMesh | None, timeout_s: float) -> Ranks:
-    """The ranks of a group, and what they agree by.
+    """The ranks of a group, with their store and agreement.
 
     Raises:
         PipelineError: this rank is not one of them, or there is no store.
@@ -211,7 +211,7 @@ def place(
 
 
 def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
-    """Run each stage once on the example, and complete the plan by what it returns.
+    """Run each stage once on the example, and complete the plan with its outputs.
 
     Raises:
         PipelineError: a stage fails on the example, or its output cannot cross.
@@ -263,7 +263,7 @@ def connect(
     """Make this rank's stages and groups, and give copies of a weight one value.
 
     Raises:
-        PipelineError: the modules are not those of the plan, or the ranks cannot connect.
+        PipelineError: the modules differ from the plan's stages, or the ranks cannot connect.
     """
     lowered = plan.lowered
     watched = ranks.agreement.of_thread()  # while rank 0, which serves it, is here
@@ -400,9 +400,9 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def device_of(modules: Iterable[nn.Module], *, allow_meta: bool = False) -> torch.device:
-    """The device of the modules: that of their first parameter or buffer, else the CPU.
+    """The device of the modules: the device of their first parameter or buffer, else the CPU.
 
-    With ``allow_meta`` some may be on the meta device: those of other ranks.
+    With ``allow_meta`` modules of other ranks may be on the meta device.
 
     Raises:
         PipelineError: some are on the meta device, or they are on several devices.
@@ -421,7 +421,7 @@ def device_of(modules: Iterable[nn.Module], *, allow_meta: bool = False) -> torc
 
 
 def same_request(answers: Sequence[Mapping[str, Any]]) -> Request:
-    """The request, which must be one on all ranks; types may differ where one has no floating-point parameters."""
+    """The request, which must be equal on all ranks; types may differ if a rank has no floating-point parameters."""
     for key, name in (("tied", "`tied`"), ("whole", "the number of stages of a ModelStages")):
         require_equal([other[key] for other in answers], name)
     require_equal([other["settings"] for other in answers], "an argument of Pipeline")
@@ -435,7 +435,7 @@ def same_request(answers: Sequence[Mapping[str, Any]]) -> Request:
 def placed_stages(
     answers: Sequence[Mapping[str, Any]], numbers: Sequence[int], skeleton: Mapping[str, Any]
 ) -> list[list[int]]:
-    """The stages of each rank by the plan, which must be those that the ranks have.
+    """The stages of each rank by the plan; the ranks must have exactly these.
 
     Raises:
         PipelineError: a stage is missing, on the wrong rank or on two.
@@ -473,7 +473,7 @@ def trained_ties(stages: Mapping[int, nn.Module]) -> list[dict[int, str]]:
 
 
 def tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[str]:
-    """This rank's part of each tied weight as text; empty for one that it does not have.
+    """This rank's part of each tied weight as text; empty for a weight that it does not have.
 
     Raises:
         PipelineError: a name does not exist, stages of one rank have separate copies of one weight, or they share one
@@ -505,7 +505,7 @@ def tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[s
 
 
 def require_same_layouts(tied: Sequence[Tie], layouts: Sequence[Sequence[str]]) -> None:
-    """Refuse tied weights whose parts differ between the ranks; ``layouts`` are those of ``tied_layouts`` by rank.
+    """Refuse tied weights whose parts differ between the ranks; ``layouts`` has the ``tied_layouts`` of each rank.
 
     Raises:
         PipelineError: names the stages and the layouts.

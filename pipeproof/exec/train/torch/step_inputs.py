@@ -1,6 +1,6 @@
-"""The split of what a step is given into micro-batches: arguments, target and example, by the same rules.
+"""The split of a step's arguments, target and example into micro-batches, by the same rules.
 
-The rows of a step are known: those of a micro-batch times the number of micro-batches.
+The rows of a step are known: the rows of a micro-batch times the number of micro-batches.
 
 - A tensor whose first dim is the rows is split along it.
 - A ``BlockMask`` of FlexAttention is split along its batch dim, or shared if that is 1.
@@ -36,7 +36,7 @@ SCALARS = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, torc
 
 @dataclass(frozen=True, slots=True)
 class SplitRules:
-    """Exceptions by key path, such as ``position_ids`` or ``batch.masks.0``; a path also names what is inside of it.
+    """Exceptions by key path, such as ``position_ids`` or ``batch.masks.0``; a path also names all values inside of it.
 
     ``split_dims`` are dims whose size is the rows or a multiple of them; the values in ``same`` are not split.
     """
@@ -73,7 +73,7 @@ class SplitRules:
 
 
 class StepContract:
-    """The rules for what a step is given, and the stages that get it."""
+    """The rules for a step's arguments, and the stages that get them."""
 
     def __init__(self, keywords: StageKeywords, rules: SplitRules) -> None:
         self.keywords, self._rules = keywords, rules
@@ -136,8 +136,8 @@ class StepContract:
     def example_data(self, inputs: StepInputs, num: int, num_stages: int) -> tuple[StepData, int | None]:
         """The example of each of ``num`` micro-batches for all stages, and the rows of a micro-batch.
 
-        ``MicroBatches`` lists their values; all other values are those of every micro-batch. The rows are None if the
-        first stage gets no tensor.
+        ``MicroBatches`` lists their values; every micro-batch gets all other values. The rows are None if the first
+        stage gets no tensor.
 
         Raises:
             PipelineError: as ``step_data``; or the rows of micro-batches differ.
@@ -175,8 +175,8 @@ class StepContract:
 class _Split:
     """The split of the values of one step into ``num`` micro-batches.
 
-    Tensors of ``rows`` rows are cut into ``num_parts``: ``num``, or 1 for an example, which each micro-batch gets. Rows
-    are not checked if they are None.
+    Tensors of ``rows`` rows are cut into ``num_parts``: ``num``, or 1 for an example, which every micro-batch gets
+    whole. Rows are not checked if they are None.
     """
 
     def __init__(self, rules: SplitRules, num: int, rows: int | None, num_parts: int) -> None:
@@ -271,7 +271,7 @@ class _Split:
         return list(value.split(shape[dim] // self._num_parts, dim))
 
     def _block_mask(self, mask: Any, path: str) -> list[Any]:
-        """A mask of FlexAttention, which is that of all rows if it has one."""
+        """A mask of FlexAttention; a mask with one row is for all rows."""
         size = mask.kv_num_blocks.shape[0]
         if size == 1:
             return [mask] * self.num
@@ -401,7 +401,7 @@ def _mask_part(mask: Any, start: int, size: int) -> Any:
 
 
 def _with_rows_from(mask_mod: Callable[..., torch.Tensor], first: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """A ``mask_mod`` for later rows; ``first`` is a tensor, so that all micro-batches share one compiled kernel."""
+    """A ``mask_mod`` for later rows; ``first`` is a tensor: all micro-batches then share one compiled kernel."""
 
     def mask_of_rows(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return mask_mod(row + first, head, query, key)

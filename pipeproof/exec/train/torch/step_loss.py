@@ -1,8 +1,8 @@
 """The loss of a step: terms of micro-batches, their normalization over micro-batches and data ranks, and metrics.
 
-The count of ``normalize="tokens"`` is known after the last forward, when backwards have run already. So the backwards
-are those of the sums, and the gradients are divided by the count at the end of the step. ``num_items_in_batch`` is
-known before the step: the loss function divides by it.
+The count of ``normalize="tokens"`` is known after the last forward, when backwards have already run. So the backwards
+start from the sums, and the gradients are divided by the count at the end of the step. ``num_items_in_batch`` is known
+before the step: the loss function divides by it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepTerms:
             self.counts[index] = terms.num_tokens
 
     def collect(self, losses: list[torch.Tensor] | None, metrics: dict[str, list[torch.Tensor]] | None) -> None:
-        """Append the losses to a list, and put the metrics into a dict, of those that the script has passed."""
+        """Append the losses to a list, and put the metrics into a dict, if the script has passed these."""
         if losses is not None:
             losses.extend(self.in_order())
         if metrics is not None:
@@ -72,7 +72,7 @@ class StepTerms:
         return [self.losses[index] for index in sorted(self.losses)]
 
     def metrics_in_order(self) -> dict[str, list[torch.Tensor]]:
-        """Of each metric the values by micro-batch."""
+        """The values of each metric by micro-batch."""
         by_index = [self.metrics[index] for index in sorted(self.metrics)]
         return {name: [values[name] for values in by_index] for name in (by_index[0] if by_index else ())}
 
@@ -87,7 +87,7 @@ def _copied(terms: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def with_tensor_number(loss_kwargs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
-    """Arguments of a loss function whose ``num_items_in_batch`` is a tensor, which graphs take of any value."""
+    """Arguments of a loss function with ``num_items_in_batch`` as a tensor: graphs accept it with any value."""
     number = loss_kwargs.get(NUM_ITEMS)
     if isinstance(number, torch.Tensor):
         return {**loss_kwargs, NUM_ITEMS: number.to(device)}
@@ -102,10 +102,10 @@ def detached_metrics(returned: Any) -> Any:
 
 
 def loss_terms(returned: Any, normalize: Normalize, source: str) -> LossTerms:
-    """The terms of one micro-batch; ``source`` is who returned them, in the error.
+    """The terms of one micro-batch; ``source`` names their origin in the error.
 
     Raises:
-        PipelineError: they are not those of ``normalize``.
+        PipelineError: they do not have the form that ``normalize`` needs.
     """
     if isinstance(returned, torch.Tensor) and not returned.dim() and normalize == "micro_batches":
         return LossTerms(returned, None, {})
@@ -180,7 +180,7 @@ class StepLoss:
         return StepTerms(self._of_all(terms.losses, num, torch.float64), counts, metrics)
 
     def _of_all(self, own: Mapping[int, torch.Tensor], num: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """A value of each micro-batch; ``dtype`` is that of the sum."""
+        """A value of each micro-batch; ``dtype`` is the type of the sum."""
         assert self._copies is not None
         like = own[min(own)]
         parts = torch.zeros((num, *like.shape), dtype=dtype, device=self._device)
@@ -220,7 +220,7 @@ class StepLoss:
     def _sums(
         self, loss: torch.Tensor | None, terms: StepTerms, over_data: Sequence[dist.ProcessGroup]
     ) -> torch.Tensor:
-        """The loss or sum, what it is divided by, and whether there is one, summed over data ranks."""
+        """The loss or sum, its divisor, and whether there is one, summed over data ranks."""
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         if loss is not None:
             count = torch.stack([*terms.counts.values()]).sum() if self._by_tokens else loss.new_ones(())
@@ -234,7 +234,7 @@ class StepLoss:
 
 @contextmanager
 def earlier_aside(weights: Sequence[nn.Parameter], *, copies: bool) -> Iterator[None]:
-    """Put gradients of earlier steps aside, and add them to those of this step, or put them back if it fails.
+    """Put gradients of earlier steps aside, and add them to this step's gradients, or put them back if it fails.
 
     With ``copies`` a step may write to the memory of the gradients that were there.
     """

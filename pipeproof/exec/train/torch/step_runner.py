@@ -1,4 +1,4 @@
-"""Steps of one rank: what the script passes is split, the plan's program runs, and its results are collected."""
+"""Steps of one rank: the script's arguments are split, the plan's program runs, and its results are collected."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 _FIRST_WAIT = -2
-"""The number of the wait for the word of rank 0, in place of that of an operation; other ranks follow downwards."""
+"""The number for the wait for rank 0's word, in place of an operation number; other ranks follow downwards."""
 
 
 class StepRunner:
@@ -92,7 +92,7 @@ class StepRunner:
         self._loss = self._step_loss()
 
     def rank_of(self, lowered: LoweredPlan, channels: Any = None, clock: Clock | None = None) -> TrainRank:
-        """This rank's machine and adapter for a plan, with other channels and another clock if they are given."""
+        """This rank's machine and adapter for a plan, optionally with other channels and another clock."""
         own = self.world if channels is None else replace(self.world, channels=channels)
         sums = {each.members: each for each in self.world.collectives.values()}
         step_end = partial(ReplicatedStepEnd, self._replicas, sums)
@@ -148,7 +148,7 @@ class StepRunner:
         return self._failures.as_one(self.watch, RuntimeError, self._note_operation)
 
     def step(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> tuple[torch.Tensor | None, StepTerms]:
-        """Run or replay forward and backward of all micro-batches; return the loss, and those of micro-batches."""
+        """Run or replay forward and backward of all micro-batches; return the loss, and the micro-batches' losses."""
         inputs = inputs._replace(loss_kwargs=with_tensor_number(inputs.loss_kwargs, self.device))
         by_tokens = self.settings.normalize == "tokens"
         weights = self.gradients.parameters() if by_tokens else []
@@ -186,7 +186,7 @@ class StepRunner:
         return data
 
     def evaluate(self, inputs: StepInputs) -> tuple[torch.Tensor | None, StepTerms, list[Any]]:
-        """Run the forwards; return the loss, those of micro-batches, and outputs where the last stage had no target."""
+        """Run the forwards; return the loss, the micro-batches' losses, and outputs if the last stage had no target."""
         signature = self._agreed("eval_step", inputs, lambda: None)
         if signature.forward is None:
             assert signature.forward_plan is not None
@@ -259,7 +259,7 @@ class StepRunner:
             progress.write(op_id)
 
     def _note_operation(self) -> None:
-        """Show the operation that raised, which a GPU may have left behind, as the one of this rank."""
+        """Show the operation that raised as this rank's operation: a GPU may already be behind it."""
         if self.current.op_id >= 0 and not self.watch.is_calling:
             self.watch.enter(self.num_steps - 1, self.current.op_id)
 
@@ -289,7 +289,7 @@ class StepRunner:
         return data
 
     def _step_data(self, inputs: StepInputs, num: int, rows: int | None, *, is_training: bool) -> StepData:
-        """Split what the script passed into ``num`` micro-batches; ``rows`` are the step's, if not checked yet."""
+        """Split the script's arguments into ``num`` micro-batches; ``rows`` are the step's, if not checked yet."""
         is_last = self.num_stages - 1 in self.modules
         data = self.contract.step_data(inputs, num, rows, [*self.modules], is_last=is_last)
         if is_last and data.targets is None:
@@ -352,7 +352,7 @@ class StepRunner:
                     )
 
     def _versions(self, weights: Sequence[nn.Parameter]) -> list[int]:
-        """Numbers of writes of all parameters, which an optimizer inside of a step would raise."""
+        """Numbers of writes of all parameters, which an optimizer inside of a step would increase."""
         if any(each.is_sharded for each in self._replicas.values()):
             return []  # fully_shard writes gathered weights
         return [weight._version for weight in weights]  # noqa: SLF001
@@ -378,7 +378,7 @@ class StepRunner:
 
 
 def _require_no_gradient(values: Any) -> None:
-    """Refuse tensors of the script whose gradients would be those of the sum."""
+    """Refuse tensors of the script that would get gradients of the undivided sum."""
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(values)):
         raise PipelineError(
             "normalize='tokens' divides the gradients of the stages' parameters, and an argument of this step requires "
@@ -437,7 +437,7 @@ class RankGradients:
         return torch.linalg.vector_norm(norms)
 
     def share_overflow(self) -> None:
-        """Make gradients that are not finite on one rank so on all, without waiting for the device."""
+        """Spread non-finite gradients of one rank to all ranks, without waiting for the device."""
         gradients = [weight.grad for weight in self.parameters() if weight.grad is not None]
         local = [part for part in map(local_part, gradients) if part.numel()]
         bad = torch.zeros((), device=self._device)

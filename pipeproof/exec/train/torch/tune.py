@@ -1,4 +1,4 @@
-"""``tune``: from a model and a group of devices to the fastest proved pipeline that was measured on them."""
+"""``tune``: the fastest proved pipeline that was measured for a model on a group of devices."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def tune(
 ) -> Layout:
     """Find the fastest pipeline for a model on the ranks of a group, by measurements on their devices.
 
-    Every rank calls it with an equal model on its own device; weights, gradients, buffers and random states are as
-    before when it returns. Distinct layers are timed, forward, input and weight gradients, and the memory that they
-    keep; all cuts are searched for every kind of schedule that ``Pipeline`` runs; the best ones run with the model's
-    own modules, and the fastest of these that was proved is chosen, of equally fast ones the simplest.
+    Every rank calls it with an equal model on its own device; weights, gradients, buffers and random states stay
+    unchanged. It measures the times of distinct layers (forward, input gradient, weight gradient) and the memory that
+    they keep. It searches all cuts for every kind of schedule that ``Pipeline`` runs. The best layouts run with the
+    model's own modules; the result is the fastest proved layout, or the simplest of equally fast ones.
 
     Args:
         model: a model of transformers, or an ``nn.Sequential``, on the rank's device.
-        loss_fn: as of ``Pipeline``.
+        loss_fn: see ``Pipeline``.
         example: positional arguments of the first stage for one micro-batch.
         num_micro_batches: micro-batches of a step.
         target: the target of one micro-batch.
         example_kwargs: keyword arguments of the stages for one micro-batch.
         group: the ranks of the pipeline; default: the world.
-        memory_gib: memory of each rank for weights, gradients, optimizer states and activations; by default 94 % of
-            that of a GPU. Where they would not fit, blocks of transformers and modules of an ``nn.Sequential`` without
-            buffers recompute their activations.
-        search: its limits.
+        memory_gib: memory of each rank for weights, gradients, optimizer states and activations; by default 94 % of a
+            GPU's memory. If they do not fit, blocks of transformers and modules of an ``nn.Sequential`` without buffers
+            recompute their activations.
+        search: the limits of the search.
         options: further arguments of ``Pipeline`` for the steps that are run.
 
     Raises:
-        PipelineError: no layout fits into the memory, the ranks have other models, or the layers are not known.
+        PipelineError: no layout fits into the memory, the ranks have different models, or the layers are unknown.
     """
     batch = Batch(tuple(example), example_kwargs or {}, target, loss_fn)
     return _Tuning(model, batch, num_micro_batches, group, memory_gib, search or Search(), options).run()
@@ -93,7 +93,7 @@ class _Tuning(Tuning):
         self.device = device_of([model])
         self.is_gpu = self.device.type == "cuda"
         self.allocated = torch.cuda.memory_allocated(self.device) if self.is_gpu else 0
-        """Bytes at the start: what a trial leaves behind is gone before the next one is measured."""
+        """Bytes at the start: leftovers of a trial are freed before the next one is measured."""
 
     def _chain(self) -> Cutter:
         example = None
@@ -118,7 +118,7 @@ class _Tuning(Tuning):
     def _measured(
         self, ways: Sequence[RunWay], prior_costs: Mapping[RunWay, list[LayerCost]] | None = None
     ) -> dict[RunWay, list[LayerCost]]:
-        """The costs in each way that is possible; ``linear`` takes the place of ``graph`` where it is not."""
+        """The costs in each possible way; ``linear`` replaces ``graph`` where that is impossible."""
         costs = super()._measured(ways, prior_costs)
         linear = RunWay("linear", is_compiled=False)
         is_refused = any(way.split == "graph" and way not in costs for way in ways)
@@ -192,7 +192,7 @@ class _Tuning(Tuning):
         return self.cutter.stages(row.sizes)
 
     def _trial(self, row: LayoutRow) -> list[LayoutRow]:
-        """See ``Tuning``: operation by operation and, where it is to be replayed, replayed, too."""
+        """See ``Tuning``: operation by operation, and replayed if the layout asks for it."""
         plain = replace(row, replay=False)
         plain = replace(plain, predicted_ms=self._step_of(plain)[0] / 1e6)
         rows: list[LayoutRow] = []
@@ -246,7 +246,7 @@ class _Tuning(Tuning):
         """The times of ``_timed``, and the most bytes that were allocated."""
         if self.is_gpu and is_compiled:
             torch.cuda.reset_peak_memory_stats(self.device)
-        self._series(step)  # compiles, and with replay captures: what a replay uses is allocated then
+        self._series(step)  # compiles, and with replay captures: the memory of a replay is allocated then
         if self.is_gpu and not is_compiled:
             torch.cuda.reset_peak_memory_stats(self.device)
         times = self._timed(step)
