@@ -1,4 +1,4 @@
-"""Result of ``Pipeline.compare``: the loss and the gradients of a step next to those of the unpartitioned model."""
+"""Result of ``Pipeline.compare``: the loss and the gradients of a step next to the unpartitioned model's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pipeproof.analysis.align.array_digests import Array, distance
 
 @dataclass(frozen=True, slots=True)
 class GradientDifference:
-    """One parameter whose gradient has other bits than the reference's.
+    """One parameter whose gradient differs from the reference's in some bit.
 
     ``distance`` is the largest difference relative to the largest element, as in ``pipeproof state align``; ``bound``
-    the largest that rounding can make: 0 where the sums are the reference's. ``cause`` is a guess beyond it.
+    is the largest distance that rounding can cause: 0 if the sums have the reference's order. Beyond it, ``cause`` is a
+    guess.
     """
 
     name: str
@@ -34,10 +35,10 @@ def gradient_difference(
     name: str, stage: int, arrays: tuple[Array, Array], dtype: str,
     *, noise: float | None = None, cancellation: float | None = None,
 ) -> GradientDifference:  # fmt: skip
-    """The distance of a gradient from the reference's, and its cause, as two records of programs are compared.
+    """The distance of a gradient from the reference's, and its cause; as in the comparison of two programs' records.
 
-    ``noise`` is given where operations round otherwise than the reference's, ``cancellation`` where the sum has another
-    order, see ``distance``. Where neither is, all bits should be equal.
+    ``noise`` is given if operations round differently from the reference's, ``cancellation`` if the sum has another
+    order, see ``distance``. Without both, all bits should be equal.
     """
     from pipeproof.analysis.align.likely_cause import guess
     from pipeproof.analysis.align.read_record import Values
@@ -56,8 +57,8 @@ def gradient_difference(
 class Comparison:
     """The result of ``Pipeline.compare``, equal on all ranks.
 
-    ``without_gradient`` are trained parameters that no backward of the step had a gradient for. The reference has the
-    same modules, and counts their gradients as zeros, as the comparison does.
+    ``without_gradient`` are trained parameters without a gradient from any backward of the step. The reference has the
+    same modules, and both sides count these gradients as zeros.
     """
 
     loss: float
@@ -73,7 +74,7 @@ class Comparison:
 
     @property
     def is_within_bounds(self) -> bool:
-        """True if every gradient is as near as the order of its sums allows."""
+        """True if the distance of every gradient is within its bound."""
         return all(difference.distance <= difference.bound for difference in self.differences)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Costs of a model's layers by samples: each layer as a stage of its own, and identical layers once.
 
-A stage takes what its layers take, and something of its own: masks and positions, which each stage makes, the message
-buffers that it keeps. Two neighbouring layers as one stage show that: the sum of both alone has it twice.
+The cost of a stage is the cost of its layers and a part of its own: masks and positions, which each stage makes, and
+its message buffers. Two neighbouring layers as one stage show this part: the sum of the two single layers has it twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST_ROUNDS, _LEAST_S = 5, 0.4
 
 
 class RunWay(NamedTuple):
-    """The way stages run: the ``split`` of a ``Pipeline``, whether blocks are compiled, and recomputed."""
+    """The way stages run: the ``split`` of a ``Pipeline``, and whether blocks are compiled and recomputed."""
 
     split: str
     is_compiled: bool
@@ -46,11 +46,11 @@ class Chain(Protocol):
 
     @property
     def has_ends(self) -> bool:
-        """True if the first and the last layer are no blocks, see ``Layers``."""
+        """True if the first and the last layer are not blocks, see ``Layers``."""
         ...
 
     def block(self, layer: int) -> Any:
-        """The module of a layer; None for what is no block."""
+        """The module of a layer; None if it is not a block."""
         ...
 
     def can_recompute(self, layer: int) -> bool:
@@ -58,7 +58,7 @@ class Chain(Protocol):
         ...
 
     def signature(self, layer: int) -> str:
-        """A text of all that a layer computes: equal for identical layers."""
+        """A text of the layer's computation: equal for identical layers."""
         ...
 
     def blocks_of(self, sizes: Sequence[int]) -> list[int]:
@@ -86,7 +86,7 @@ def plain_settings(part: Any, ignored: AbstractSet[str]) -> list[str]:
 
 
 def samples_of(chain: Chain) -> tuple[list[int], list[Sample]]:
-    """For each layer the number of the sample that has its like, and all samples; the last is two layers, if any."""
+    """The number of each layer's sample, and all samples; identical layers share one, the last may be two layers."""
     first_of: dict[str, int] = {}
     of: list[int] = []
     samples: list[Sample] = []
@@ -111,10 +111,10 @@ def ways_measured(
     progress: Callable[[str], None],
     prior_costs: Mapping[RunWay, Sequence[LayerCost]],
 ) -> tuple[dict[RunWay, list[LayerCost]], dict[RunWay, str]]:
-    """The costs of all layers in each way with what a stage takes in addition at the end, or why a way is not possible.
+    """The costs of all layers in each way, followed by the stage's own cost, or the reason why a way is impossible.
 
-    ``measure`` returns the cost of a sample, and why it does not run in this way. Each rank measures a part of the
-    samples. Embedding and head recompute nothing: their costs are ``prior_costs``.
+    ``measure`` returns the cost of a sample, and the reason if it does not run in this way. Each rank measures a part
+    of the samples. Embedding and head recompute nothing: their costs are ``prior_costs``.
 
     Raises:
         PipelineError: a layer raised, on every rank.
@@ -156,10 +156,10 @@ def ways_measured(
 def _shares(
     chain: Chain, samples: Sequence[Sample], of: Sequence[int], tasks: Sequence[tuple[RunWay, int]], num_ranks: int
 ) -> list[list[int]]:
-    """The positions of each rank's tasks: what takes longest first, each for the rank that has least to do.
+    """The positions of each rank's tasks: the longest task first, each for the rank with the least work so far.
 
-    Two neighbours are compared with each of them alone, so one device measures all three: others have other clocks.
-    Compilation takes most of the time, that of graphs longer.
+    Two neighbours are compared with each of them alone, so one device measures all three: devices have different
+    clocks. Compilation takes most of the time; graphs take longer to compile.
     """
     compared = {len(samples) - 1, *(of[layer] for layer in samples[-1].layers)} if samples[-1].num == 2 else set()
     together: dict[tuple[RunWay, int], list[int]] = {}
@@ -223,7 +223,7 @@ def _difference(first: LayerCost, second: LayerCost) -> LayerCost:
 
 
 def _without(cost: LayerCost, each_stage: LayerCost) -> LayerCost:
-    """A layer's own part of a stage that has it alone; peaks are above what the stage keeps itself."""
+    """A layer's own part of a single-layer stage; peaks are above the bytes that the stage itself keeps."""
     own = _difference(cost, each_stage)
     return replace(
         own, forward_peak=max(0, cost.forward_peak - each_stage.kept),
@@ -232,7 +232,7 @@ def _without(cost: LayerCost, each_stage: LayerCost) -> LayerCost:
 
 
 def way_of(way: RunWay, costs: Sequence[LayerCost], recomputed: Sequence[LayerCost] | None, chain: Chain) -> Way:
-    """The costs of one way for the search, with those of recomputed blocks if they were measured."""
+    """The costs of one way for the search, with the costs of recomputed blocks if they were measured."""
     others = () if recomputed is None else tuple(
         cost if chain.can_recompute(layer) else None for layer, cost in enumerate(recomputed[:-1])
     )  # fmt: skip

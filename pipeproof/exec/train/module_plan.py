@@ -55,8 +55,8 @@ def given_plan(plan: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a plan file or dict, not yet validated; paths in it are made absolute.
 
     Raises:
-        PlanFileError: the file cannot be read, or a section of the plan is not one.
-        PipelineError: the model is a GPT, or ``plan`` is neither.
+        PlanFileError: the file cannot be read, or a section of the plan is not a mapping.
+        PipelineError: the model is a GPT, or ``plan`` is neither a file nor a dict.
     """
     data: Any
     if isinstance(plan, str | Path):
@@ -85,7 +85,7 @@ def given_plan(plan: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_sections(plan: object) -> bool:
-    """True if a plan is a mapping, and its sections are."""
+    """True if a plan and its sections are mappings."""
     sections = ("model", "topology", "schedule", "run", "memory", "cost", "loss")
     return isinstance(plan, Mapping) and all(isinstance(plan.get(key, {}), Mapping) for key in sections)
 
@@ -105,7 +105,7 @@ class Request:
     overlap: bool = False
 
     def skeleton(self, num_stages: int, given_stages: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-        """The plan without its layers. ``given_stages`` are those that each rank has, for uneven numbers of them.
+        """The plan without its layers. ``given_stages`` has the stages of each rank, for uneven numbers of them.
 
         Raises:
             PipelineError: the number of micro-batches is not given, or the plan contradicts the script.
@@ -159,8 +159,8 @@ def complete_plan(
 ) -> dict[str, Any]:
     """The plan with its layers and their memory.
 
-    ``num_rows`` is the size of a micro-batch, and ``seq_lengths`` are the lengths of all where they differ. Each of
-    ``tied`` is one weight by stage: the first stage owns it.
+    ``num_rows`` is the size of a micro-batch; ``seq_lengths`` has the length of each micro-batch if they differ. Each
+    entry of ``tied`` is one weight by stage: the first stage owns it.
 
     Raises:
         PipelineError: the plan has other lengths.
@@ -180,7 +180,7 @@ def complete_plan(
 
 
 def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]]:
-    """The stages of each pipeline rank by a plan whose layers are not known yet.
+    """The stages of each pipeline rank by a plan whose layers are still unknown.
 
     Raises:
         PlanFileError: the schedule does not exist for these sizes, or cannot be read.
@@ -196,10 +196,10 @@ def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]
 
 
 def stages_of_rank(schedule: str | Path, num_ranks: int, num_stages: int, rank: int) -> list[int]:
-    """The stages that a schedule puts on one of ``num_ranks`` pipeline ranks, for scripts that build only those.
+    """The stages that a schedule puts on one of ``num_ranks`` pipeline ranks, for scripts that build only these stages.
 
     Raises:
-        PipelineError: it has another number of stages.
+        PipelineError: the schedule has another number of stages.
         PlanFileError: the schedule does not exist for these sizes.
     """
     request = Request(None, schedule_section(schedule), 2 * num_stages, "torch", "cpu", "float32", num_ranks, 1)
@@ -218,19 +218,19 @@ def sized_plan(
     *,
     by_kind: bool,
 ) -> dict[str, Any]:
-    """A plan for steps of other sizes: ``outputs`` are those of its layers, as their ``out``, ``edges`` by name.
+    """A plan for steps of other sizes: ``outputs`` has the ``out`` of each layer, ``edges`` the edges by name.
 
-    Fewer micro-batches run as in ``programs``, without the others; more of them, and all with ``by_kind``, by the
-    plan's own kind.
+    Fewer micro-batches run as in ``programs`` without the missing ones; more micro-batches, or any number with
+    ``by_kind``, run by the plan's own kind.
 
     Raises:
-        PipelineError: the plan has other layers, or the output of one was not seen.
+        PipelineError: the plan has other layers, or the output of a layer was not seen.
     """
     layers = content["model"]["layers"]
     if len(layers) != len(outputs) or not all(outputs[:-1]):
         raise PipelineError(
-            f"steps of other sizes need the output of each layer, and the plan has {len(layers)} layers, of which "
-            f"{sum(map(bool, outputs[:-1])) + 1} were seen: leave out `model` of the plan"
+            f"steps of other sizes need the output of each layer, and only {sum(map(bool, outputs[:-1])) + 1} "
+            f"of the plan's {len(layers)} layers were seen: leave out `model` of the plan"
         )
     sized = [
         {key: value for key, value in layer.items() if key not in ("out", "activation_bytes", *TIME_KEYS)}
@@ -254,7 +254,7 @@ def sized_plan(
 
 
 def forward_plan(content: Mapping[str, Any], programs: Sequence[Sequence[Op]]) -> dict[str, Any]:
-    """The plan of a step without backwards: the forwards of ``programs``, in their order."""
+    """The plan of a step without backwards: the forwards of ``programs``, in order."""
     forwards = [[op for op in program if op.kind is OpKind.FORWARD] for program in programs]
     others = {key: value for key, value in content.items() if key != "cost"}
     return {**others, "schedule": _custom_schedule(content["schedule"], forwards)}
@@ -279,7 +279,7 @@ class TrainedPlan:
     lowered: LoweredPlan
     certificate: Certificate
     findings: tuple[Finding, ...] = ()
-    """The errors of a plan that is not proved; a pipeline with ``unsafe`` alone has such a plan."""
+    """The errors of a plan that is not proved; only a pipeline with ``unsafe`` has such a plan."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML, for `pipeproof check`, `simulate` and `tune`."""
@@ -312,11 +312,11 @@ _WORDS = (
     (r"optimal, custom or file", "optimal, a file, or the operations of each rank"),
     (r"kind (interleaved|seq1f1b)", r"schedule='\1'"),
 )
-"""Texts of findings, and what the script wrote."""
+"""Texts of findings, and their replacements for scripts."""
 
 
 def in_script_words(work: Callable[[], _Result], *, has_plan: bool) -> _Result:
-    """Return the result of ``work``. Its findings speak of the script's arguments, unless the script has a plan.
+    """Return the result of ``work``. Its findings name the script's arguments, unless the script has a plan.
 
     Raises:
         PlanFileError: ``work`` raised findings.
@@ -342,10 +342,10 @@ def _text(text: str) -> str:
 def num_stages_of(
     plan: Mapping[str, Any] | None, schedule: Mapping[str, Any], num_ranks: int, num_chunks: int | None
 ) -> int:
-    """The stages that a plan names, or ``num_chunks`` for each rank, or as few for each rank as its schedule needs.
+    """The number of stages in a plan: as named, or ``num_chunks`` per rank, or the fewest that its schedule needs.
 
     Raises:
-        PipelineError: the schedule is in a file, which is not read here.
+        PipelineError: the schedule is in a file, which this function does not read.
     """
     content = dict(plan or {})
     section = content.get("schedule", schedule)

@@ -1,4 +1,4 @@
-"""Layers of the plan of a script's modules: what each stage consists of, their weights' names, and shared weights."""
+"""Layers of the plan of a script's modules: the layers of each stage, their weights' names, and shared weights."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class LayerFacts:
     """One layer of a stage as its rank describes it: JSON values.
 
     ``kind`` is its class; ``parameters`` and ``outputs`` have the keys of the plan's layers. ``names`` are the names of
-    ``parameters`` in the stage, and ``shared`` those of weights of other layers of the stage that it uses, too.
-    ``outputs`` is empty for the last layer of all. ``activation_bytes`` is measured, or None.
+    ``parameters`` in the stage. ``shared`` has the names of weights that it uses and that belong to other layers of the
+    stage. ``outputs`` is empty for the last layer of the model. ``activation_bytes`` is measured, or None.
     """
 
     name: str
@@ -45,7 +45,7 @@ class LayerFacts:
 class StageFacts:
     """The layers of one stage in order.
 
-    ``edges`` are the tensors for later stages than the next one that it makes, by name, with the keys of an output.
+    ``edges`` are its tensors for stages after the next one, by name, with the keys of an output.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -62,7 +62,7 @@ class StageFacts:
 
 
 def merged_ties(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> list[dict[int, str]]:
-    """The ties of a model from those that each rank sees, by their key and by the stages as JSON has them."""
+    """The ties of a model from the ties that each rank sees, by key and by stage (a text, from JSON)."""
     by_key: dict[str, dict[int, str]] = {}
     for of_rank in reports:
         for key, names in of_rank.items():
@@ -71,7 +71,7 @@ def merged_ties(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> list[dict
 
 
 def names_in_plan(stages: Sequence[StageFacts], ties: Sequence[Tie]) -> list[dict[str, str]]:
-    """The plan's name of each weight of each stage: a tied one has the name that its first stage gives it."""
+    """The plan's name of each weight of each stage: a tied weight has the name that its first stage gives it."""
     planned = [
         {
             name: f"{layer.name}.{weight['name']}"
@@ -87,7 +87,7 @@ def names_in_plan(stages: Sequence[StageFacts], ties: Sequence[Tie]) -> list[dic
 
 
 def layers_content(stages: Sequence[StageFacts], ties: Sequence[Tie]) -> list[dict[str, Any]]:
-    """The plan's ``model.layers``. A weight that several use belongs to the first of them; the others borrow it."""
+    """The plan's ``model.layers``. A weight that several layers use belongs to the first; the others borrow it."""
     planned = names_in_plan(stages, ties)
     layers = []
     for names, layer in (
@@ -111,7 +111,7 @@ def layers_content(stages: Sequence[StageFacts], ties: Sequence[Tie]) -> list[di
 
 
 def declared_cut(content: Mapping[str, Any], num_stages: int) -> Cut | None:
-    """The layers of each stage by the keys of a plan, not yet validated; None if it names neither layers nor stages."""
+    """The layers of each stage by the keys of a plan, not yet validated; None without layers and stages."""
     stages, layers = content.get("stages"), content.get("model", {}).get("layers")
     if isinstance(stages, list | tuple) and all(isinstance(names, list | tuple) for names in stages):
         return [[*names] for names in stages]
@@ -123,7 +123,7 @@ def declared_cut(content: Mapping[str, Any], num_stages: int) -> Cut | None:
 
 
 def planned_cut(content: Mapping[str, Any] | None, own: Cut) -> Cut:
-    """The layers of each stage for a plan that may declare them; ``own`` are those that the stages were cut into.
+    """The layers of each stage for a plan that may declare them; ``own`` are the layers from the cut.
 
     A plan with one layer for each stage stays so.
 

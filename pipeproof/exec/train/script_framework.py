@@ -21,7 +21,7 @@ class ScriptsOptimizer:
     """An ``Optimizer`` that does nothing: the executor's step ends before the script's optimizer."""
 
     def zero_grad(self) -> None:
-        """Do nothing: gradients are the script's to reset, so that it may accumulate over steps."""
+        """Do nothing: the script resets gradients, and may accumulate over steps."""
 
     def step(self) -> None:
         """Do nothing: the script's optimizer steps after the pipeline."""
@@ -62,7 +62,7 @@ class ScriptFramework(Generic[Stage]):
 
 @dataclass(frozen=True, slots=True)
 class StageErrors:
-    """Errors of one stage, with what the framework calls its ``part``s (modules), their type and their names.
+    """Errors of one stage, with the framework's word for a ``part`` (module), its type and the parts' names.
 
     ``library`` is the framework's directory in names of files.
     """
@@ -80,7 +80,7 @@ class StageErrors:
     def require_boundary(
         self, boundaries: Boundaries, form: Form, leaves: Sequence[Any], index: int, shape_fix: str
     ) -> None:
-        """Refuse an output that does not fit the boundary after the stage: the next rank waits for what does.
+        """Refuse an output that does not fit the boundary after the stage: the next rank waits for one that fits.
 
         Raises:
             PipelineError: another form, shape or type; ``shape_fix`` is the next step for the last two.
@@ -100,7 +100,7 @@ class StageErrors:
                 )
 
     def raised(self, error: Exception, index: int, action: str = "", fix: str = "") -> PipelineError:
-        """Name the stage, the micro-batch and the innermost module that raised, or else the ``action``; then a fix."""
+        """The error: stage, micro-batch, the innermost module that raised (else the ``action``), and a fix."""
         path = self._path_of(error)
         what = f"{self.part} `{path}`" if path else action or f"the {self.part}"
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if self.library not in frame.filename]

@@ -97,7 +97,7 @@ class Boundaries:
     output_form: Form
     outputs: tuple[LeafSpec, ...]
     by_micro_batch: tuple[tuple[LeafSpec, ...], ...] = ()
-    """The outputs of each micro-batch; empty if all are alike."""
+    """The outputs of each micro-batch; empty if all are identical."""
     unused: tuple[int, ...] = ()
     """Outputs that got no gradient on the example, because the next stages do not use them."""
     num_direct: int = 0

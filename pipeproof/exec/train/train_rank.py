@@ -33,7 +33,7 @@ from pipeproof.verify.subject import make_subject
 def checked_plan(
     content: dict[str, Any], agreement: Agreement, phase: str, *, unsafe: bool, warns: bool = True
 ) -> TrainedPlan:
-    """Lower a plan on every rank and check it on the first; all ranks compare what they derived with its certificate.
+    """Lower a plan on every rank and check it on the first; all ranks compare their graph with its certificate.
 
     With ``unsafe`` a plan that is not proved is used, and the first rank warns of it if ``warns``.
 
@@ -80,7 +80,7 @@ def _script_level() -> int:
 
 
 def require_supported(spec: PlanSpec) -> None:
-    """Refuse keys of a plan that belong to the script here.
+    """Refuse keys of a plan that the script itself must decide.
 
     Raises:
         PipelineError: names the key and what to use.
@@ -116,9 +116,10 @@ def require_fits(
     weights: Mapping[int, Mapping[str, Any]],
     outputs: Mapping[int, Sequence[LeafSpec]],
 ) -> None:
-    """Refuse modules that are not those of the plan, by this rank's stages.
+    """Refuse modules that differ from the plan, by this rank's stages.
 
-    ``weights`` are the trained ones by their names in the plan; ``outputs`` are the tensors that cross after a stage.
+    ``weights`` are the trained weights by their names in the plan; ``outputs`` are the tensors that cross after a
+    stage.
 
     Raises:
         PipelineError: names the stage and the weight or the output.
@@ -159,9 +160,9 @@ def _require_same(derived: list[list[Any]]) -> None:
 
 
 class TrainRank(RankProgram):
-    """The program of one rank for one plan; ``index`` is the rank's place in the pipeline.
+    """The program of one rank for one plan; ``index`` is the rank in the pipeline.
 
-    ``enter`` is called with the step and number of each host operation before it runs. ``overlap_points`` is as of
+    ``enter`` is called with the step and number of each host operation before it runs. ``overlap_points``: see
     ``RankAdapter``. Operations are logged if there is a ``clock``. With ``ring`` they are written into the ring of a
     watched process.
     """
@@ -198,7 +199,7 @@ class TrainRank(RankProgram):
         super().__init__(plan.graph, index, adapter, is_proved=is_proved)
 
     def run(self, step: int) -> None:
-        """Run one step, operation by operation; a log has its entries alone."""
+        """Run one step, operation by operation; the log has only its entries."""
         self.adapter.log.clear()
         if self._ring is not None:
             self._ring.begin(step)

@@ -1,4 +1,4 @@
-"""The layouts that ``tune`` compares, and the one that it chose."""
+"""The layouts that ``tune`` compares, and the layout that it chose."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.exec.train.layer_samples import RunWay
 from pipeproof.sim.memory_curve import GIB
 
-_ALIKE = 1.02
-"""Ratio of predicted times below which the simpler layout is tried first: predictions are not more accurate."""
+_CLOSE = 1.02
+"""Ratio of predicted times below which the simpler layout is tried first: this is the accuracy of predictions."""
 _TIE = 0.005
 """Share of a measured time below which two layouts are as fast as each other."""
 
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One layout: its schedule, the blocks of each stage, how its stages run, and what was predicted and measured.
+    """One layout: its schedule, the blocks of each stage, how its stages run, and its predicted and measured costs.
 
-    Times are in milliseconds, ``gib`` of the fullest rank. ``measured_ms`` is None for what was not tried.
+    Times are in milliseconds; ``gib`` is the memory of the fullest rank. ``measured_ms`` is None for a layout that was
+    not tried.
     """
 
     schedule: str
@@ -52,7 +53,7 @@ class LayoutRow:
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """Its schedule, cut and way: those of another layout differ, but for the replay."""
+        """Its schedule, cut and way: different for any two layouts, except for the replay."""
         return self.schedule, self.sizes, self.split, self.is_compiled
 
     @property
@@ -71,10 +72,10 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout that ``tune`` chose, and those that it compared, the chosen one first.
+    """The layout that ``tune`` chose, and all compared layouts, the chosen one first.
 
     ``Pipeline(layout.stages, plan=layout.plan, split=layout.split, replay=layout.replay, ..)`` trains by it; ``stages``
-    are those of the model that ``tune`` was given, whose blocks are compiled and recomputed as the layout has them.
+    are the stages of the tuned model; its blocks are compiled and recomputed as in the layout.
     """
 
     stages: Any
@@ -134,7 +135,7 @@ def gib_text(gib: float) -> str:
 
 
 def expected_ms(row: LayoutRow, tried: Sequence[LayoutRow]) -> float:
-    """The predicted time, times what the steps of rows that run in the same way took by what was predicted."""
+    """The predicted time, times the ratio of measured to predicted times of rows that run in the same way."""
     ratios = [
         each.measured_ms / each.predicted_ms
         for each in tried if each.way == row.way and each.measured_ms is not None
@@ -143,14 +144,14 @@ def expected_ms(row: LayoutRow, tried: Sequence[LayoutRow]) -> float:
 
 
 def next_to_run(left: Sequence[LayoutRow], tried: Sequence[LayoutRow]) -> LayoutRow:
-    """The row to run next: the fastest to expect, and of those within a little of it the simplest."""
+    """The row to run next: the simplest among the rows whose expected time is close to the fastest."""
     fastest = min(expected_ms(row, tried) for row in left)
-    alike = [row for row in left if expected_ms(row, tried) <= fastest * _ALIKE]
-    return min(alike, key=lambda row: (row.num_chunks, row.split != "whole", row.predicted_gib, row.predicted_ms))
+    close = [row for row in left if expected_ms(row, tried) <= fastest * _CLOSE]
+    return min(close, key=lambda row: (row.num_chunks, row.split != "whole", row.predicted_gib, row.predicted_ms))
 
 
 def ranked(rows: Sequence[LayoutRow], most_gib: float | None = None) -> list[LayoutRow]:
-    """Measured rows by their time; those within the noise of the fastest are a tie, the simplest of which is first.
+    """Measured rows by their time; rows within the noise of the fastest are a tie, and the simplest of them is first.
 
     Rows that needed more than ``most_gib`` are behind all others.
     """
@@ -178,7 +179,7 @@ def with_times(
 ) -> dict[str, Any]:
     """The plan with the measured times of its layers, longer by the factor of each stage.
 
-    What each stage takes in addition counts for its first layer.
+    The stage's own cost counts for its first layer.
     """
     result = {**content, "model": {**content["model"]}}
     layers = [dict(layer) for layer in content["model"]["layers"]]

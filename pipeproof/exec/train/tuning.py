@@ -1,6 +1,6 @@
 """The phases of ``tune``: measure layers, search cuts, run the best ones, keep the result; the same for each framework.
 
-What depends on a framework are the methods of ``Tuning`` that raise ``NotImplementedError``.
+The methods of ``Tuning`` that raise ``NotImplementedError`` depend on the framework.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _ROWS = TypeAdapter(list[LayoutRow])
 class Search:
     """Limits of ``tune``.
 
-    ``num_trials`` layouts are run, as many of them as ``max_s`` seconds allow, but one at least. ``splits`` are tried:
-    by default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU. ``optimizer_bytes`` are the bytes of
+    Up to ``num_trials`` layouts run within ``max_s`` seconds, at least one. ``splits`` are the splits to try: by
+    default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU. ``optimizer_bytes`` are the bytes of
     optimizer states for each byte of trained weights: 2 for AdamW. ``file`` keeps the result, and a call with an equal
-    model, devices and arguments reads it. ``without_pipeline``: FSDP2 over the same ranks is run, too, and noted.
+    model, devices and arguments reads it. ``without_pipeline``: also run FSDP2 over the same ranks, and note its time.
     """
 
     num_trials: int = 3
@@ -83,14 +83,14 @@ class Tuning:
         self.plans: dict[tuple[Any, ...], dict[str, Any]] = {}
         """The plans of the layouts that were run, by ``LayoutRow.plain``."""
         self.found: dict[tuple[Any, ...], Best] = {}
-        """The cuts that were found, likewise."""
+        """The cuts of all layouts, by ``LayoutRow.plain``."""
         self._num_asked = 0
 
     def run(self) -> Layout:
         """All phases.
 
         Raises:
-            PipelineError: no layout fits or can be run, or the ranks have other models.
+            PipelineError: no layout fits or can be run, or the ranks have different models.
         """
         if self.num_micro_batches < 1:
             raise PipelineError(f"num_micro_batches is {self.num_micro_batches}: give at least 1")
@@ -128,17 +128,17 @@ class Tuning:
         return result
 
     def _report(self, text: str) -> None:
-        """Show on the first rank what is done, with the seconds since the start."""
+        """Show progress on the first rank, with the seconds since the start."""
         if not self.agreement.rank:
             print(  # noqa: T201 - progress of minutes, also without a terminal
                 f"tune: {time.monotonic() - self.started:5.1f} s: {text}", file=sys.stderr, flush=True
             )
 
     def _common_signature(self) -> str:
-        """A digest of all that the result depends on, equal on all ranks.
+        """A digest of all inputs of the result, equal on all ranks.
 
         Raises:
-            PipelineError: the ranks have other models or arguments.
+            PipelineError: the ranks have different models or arguments.
         """
         layers = [self.chain.signature(n) for n in range(self.chain.num_layers)]
         facts = self._facts()
@@ -165,7 +165,9 @@ class Tuning:
                 content = decode_json(read_foreign(self.file).decode())
                 rows = _ROWS.validate_python(content["rows"])
             except (ValueError, KeyError, TypeError, ValidationError) as error:
-                raise PipelineError(f"{self.file} is no result of tune ({type(error).__name__}): remove it") from None
+                raise PipelineError(
+                    f"{self.file} is not a result of tune ({type(error).__name__}): remove it"
+                ) from None
             if content["signature"] != self.signature:
                 return None
             return {**content, "rows": [asdict(row) for row in rows]}
@@ -188,7 +190,7 @@ class Tuning:
         return costs
 
     def _searched(self, costs: Mapping[RunWay, list[LayerCost]]) -> tuple[list[Best], list[Lacking]]:
-        """The cuts of all schedules; every rank finds the same, from what they agreed on."""
+        """The cuts of all schedules; every rank computes the same cuts from the agreed costs."""
         self._ways_by_name = {
             str(way): (way, way_of(way, own, costs.get(way._replace(recomputes=True)), self.chain))
             for way, own in costs.items() if not way.recomputes
@@ -224,7 +226,7 @@ class Tuning:
         return [*ranked(measured, most), *failed, *sorted(left, key=lambda row: expected_ms(row, tried))[:_NUM_OTHERS]]
 
     def _has_time(self, needed_s: float) -> bool:
-        """True if the first rank has so much time left; the same on all ranks."""
+        """True if the first rank has this much time left; equal on all ranks."""
         return bool(self._gathered("time", self.started + self.search.max_s - time.monotonic() > needed_s)[0])
 
     def _candidates(self, best_cuts: Sequence[Best]) -> list[LayoutRow]:
@@ -242,7 +244,7 @@ class Tuning:
         return rows
 
     def _step_of(self, row: LayoutRow) -> tuple[int, list[float]]:
-        """The predicted step of a row in nanoseconds, and by what its host slows each stage."""
+        """The predicted step of a row in nanoseconds, and the factor by which the host slows each stage."""
         _, way = self._ways_by_name[str(row.way)]
         return step_of(self.layers, way, self.found[row.plain], self.agreement.num_ranks, self.num_micro_batches)
 
@@ -264,7 +266,7 @@ class Tuning:
         )
 
     def _recomputed(self, row: LayoutRow) -> list[int]:
-        """The layers whose activations are recomputed: the first that can, of each stage."""
+        """The layers whose activations are recomputed: in each stage the first layers that can."""
         every = []
         for numbers, num in zip(numbers_of_stages(row.sizes), row.recomputed, strict=True):
             every += [n for n in numbers if self.chain.can_recompute(n)][:num]
@@ -294,12 +296,12 @@ class Tuning:
         return float(max(self._gathered("series", (time.perf_counter() - started) / _STEPS_OF_SERIES * 1e3)))
 
     def _gathered(self, what: str, value: Any) -> list[Any]:
-        """The values of all ranks, for questions that are asked again and again."""
+        """The values of all ranks, for repeated questions."""
         self._num_asked += 1
         return self.agreement.gather(f"{what} {self._num_asked}", lambda: value)
 
     def _measured_row(self, row: LayoutRow, times: Sequence[float], gib: float | None) -> LayoutRow:
-        """The row with its times, as of ``_timed``, and the memory of the fullest rank."""
+        """The row with its times (see ``_timed``) and the memory of the fullest rank."""
         of_ranks = self._gathered("memory", gib)
         most = None if None in of_ranks else max(of_ranks)
         self._report(f"{row.name}: predicted {ms_text(row.predicted_ms)}, measured {ms_text(times[0])}")
@@ -321,7 +323,7 @@ class Tuning:
         raise NotImplementedError
 
     def _facts(self) -> dict[str, Any]:
-        """All that the result depends on: texts of the ``weights``, the ``arguments``, the device and versions."""
+        """All inputs of the result: texts of the ``weights``, the ``arguments``, the device and versions."""
         raise NotImplementedError
 
     def _ways(self) -> list[RunWay]:
@@ -329,7 +331,7 @@ class Tuning:
         raise NotImplementedError
 
     def _is_replayed(self, way: RunWay) -> bool:
-        """True if steps that run so are replayed, too."""
+        """True if steps in this way are replayed, too."""
         return False
 
     def _limit(self) -> int | None:
@@ -345,7 +347,7 @@ class Tuning:
         raise NotImplementedError
 
     def _measure(self, sample: Sample, way: RunWay) -> tuple[LayerCost, str]:
-        """The cost of a stage of these layers, and why it does not run in this way; empty if it does."""
+        """The cost of a stage of these layers, and the reason if it does not run in this way; else an empty text."""
         raise NotImplementedError
 
     def _stages(self, row: LayoutRow) -> Any:

@@ -1,4 +1,4 @@
-"""Shapes and types at the boundaries: each stage runs one micro-batch, the first one the script's, the others zeros.
+"""Shapes and types at the boundaries: each stage runs one micro-batch: the first stage the script's, the others zeros.
 
 The run changes nothing: buffers and the states of random generators are put back, and no gradient is computed.
 """
@@ -22,7 +22,7 @@ Tensor: TypeAlias = paddle.Tensor
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """Result of one run of a stage. ``activation_bytes`` is the memory that autograd keeps of it."""
+    """Result of one run of a stage. ``activation_bytes`` is the memory that autograd keeps for it."""
 
     form: Form
     leaves: tuple[LeafSpec, ...]
@@ -30,7 +30,7 @@ class StageRun:
 
 
 def run_stage(number: int, module: nn.Layer, call: Callable[[Any], Any], value: Any, *, is_last: bool) -> StageRun:
-    """Run one stage on a micro-batch. Of the last stage only the activations count.
+    """Run one stage on a micro-batch. For the last stage only the activations count.
 
     Raises:
         PipelineError: a layer raises, or returns something that cannot cross.
@@ -68,7 +68,7 @@ def run_stage(number: int, module: nn.Layer, call: Callable[[Any], Any], value: 
 
 
 def zeros_of(form: Form, leaves: Sequence[LeafSpec]) -> Any:
-    """Zeros in the place of what a stage receives: valid as token ids and as indices."""
+    """Zeros in place of a stage's inputs: valid as token ids and as indices."""
     tensors = []
     for spec in leaves:
         tensors.append(paddle.zeros(list(spec.shape), dtype=spec.dtype))
@@ -96,7 +96,7 @@ def unchanged_state(module: nn.Layer) -> Iterator[None]:
 
 
 def entry_of(run: StageRun, num_rows: int) -> dict[str, Any]:
-    """Report of the rank of a stage to the others: JSON values."""
+    """The report that a stage's rank sends to the others: JSON values."""
     return {
         "form": [run.form.kind, list(run.form.keys)],
         "out": [[list(spec.shape), spec.dtype, spec.has_gradient] for spec in run.leaves],

@@ -1,8 +1,8 @@
 """Communication of a pipeline that trains a script's Paddle layers: groups of its own, not the script's or Fleet's.
 
 On gloo every channel and every pair has a two-rank group (``exec.rank.paddle.comm`` gives the reasons), and both ends
-of a message meet before it moves. A thread for each channel executes its transfers, so that a failure elsewhere can
-wake the rank.
+of a message meet before it moves. Each channel has a thread that executes its transfers: a failure elsewhere can wake
+the rank.
 
 On other devices the groups have Paddle's default backend (NCCL on GPUs), and a post never blocks the host.
 """
@@ -50,7 +50,7 @@ class Meeting:
         self._end, self._peer = end, peer
 
     def meet(self) -> None:
-        """Wait until the peer calls this as often.
+        """Wait until the peer has made the same number of calls.
 
         Raises:
             TransfersEnded: the pipeline has failed meanwhile, or the peer has gone.
@@ -64,7 +64,7 @@ class Meeting:
             raise TransfersEnded(f"the peer, rank {self._peer}, has gone or has given up its transfers")
 
     def end(self) -> None:
-        """Let nobody wait any more, on both sides."""
+        """End all waits, on both sides."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
@@ -147,7 +147,7 @@ class Copies(Protocol):
     """Copies of a tensor of one rank on several ranks of the pipeline."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of a member, given by its rank in the pipeline."""
+        """Overwrite the tensor with a member's tensor; the member is given by its rank in the pipeline."""
 
 
 class Sums(Copies, Protocol):
@@ -186,7 +186,7 @@ class GlooSums(PairwiseCollectives):
         return received
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of a member."""
+        """Overwrite the tensor with a member's tensor."""
 
         def move() -> None:
             for pair, member in self._own_pairs():
@@ -205,7 +205,7 @@ class GlooSums(PairwiseCollectives):
 class StoreCopies:
     """``Copies`` of a tensor through the store: without a group for each pair of ranks.
 
-    Nobody may be two copies ahead: messages of a step, or an agreement, are between two of them.
+    No rank may be two copies ahead: between two copies there are messages of a step, or an agreement.
     """
 
     def __init__(self, index: int, store: PaddleStore) -> None:
@@ -213,7 +213,7 @@ class StoreCopies:
         self._has_ended = threading.Event()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of a rank."""
+        """Overwrite the tensor with a rank's tensor."""
         self._count += 1
         values = tensor.numpy()
         if self._index == source:
@@ -228,7 +228,7 @@ class StoreCopies:
         tensor.set_value(np.frombuffer(content, values.dtype).reshape(values.shape))
 
     def abort(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits."""
         self._has_ended.set()
 
 
@@ -240,13 +240,13 @@ class DeviceSums(NcclCollectives):
         self._process_group = group
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of a member."""
+        """Overwrite the tensor with a member's tensor."""
         dist.stream.broadcast(tensor, src=source, group=self._process_group, use_calc_stream=True)
 
 
 @dataclass(frozen=True)
 class StageWorld:
-    """The connected groups of one rank; a ``World``. ``rank`` is the place in the pipeline."""
+    """The connected groups of one rank; a ``World``. ``rank`` is the rank in the pipeline."""
 
     rank: int
     channels: GlooChannels | NcclChannels
@@ -262,7 +262,7 @@ class StageWorld:
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Give up all communication, so that ranks that wait for this one end with an error.
+        """Abort all communication: ranks that wait for this one get an error.
 
         On a device nothing can end a transfer under way: the stall watch ends the process.
         """

@@ -1,7 +1,7 @@
-"""Comparison of a step with the unpartitioned model, which the first rank builds of the same list of layers.
+"""Comparison of a step with the unpartitioned model, which the first rank builds from the same list of layers.
 
-The model runs the micro-batches one by one in plain autograd. A weight that several stages share has a copy in each of
-them, so the gradients of its uses are added in the plan's order too: every bit must be equal.
+The model runs the micro-batches one by one in plain autograd. A weight that several stages share has a copy in each
+stage, so the gradients of its uses are added in the plan's order too: every bit must be equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
 class _Part:
     """One tensor of a rank: the value of a weight or buffer, or a gradient.
 
-    It is tensor ``name`` of the layer at ``position`` of the list. ``planned`` is a trained weight's name in the plan.
+    It is tensor ``name`` of the layer at ``position`` of the list. ``planned`` is the plan's name of a trained weight.
     """
 
     stage: int
@@ -48,7 +48,7 @@ class _Part:
     planned: str | None
     is_gradient: bool
     is_missing: bool
-    """True for the zeros in the place of a gradient that no backward had."""
+    """True for zeros in place of a gradient that no backward computed."""
     shape: list[int]
     dtype: str
 
@@ -66,7 +66,7 @@ def drawn_whole(placed: Placed, data: Any, loss_index: int, sizes: MicroBatchSiz
     """The micro-batches of a step that this rank needs, from data that can be read again.
 
     Raises:
-        PipelineError: the data is something else than ``(inputs, labels)`` or None.
+        PipelineError: the data is neither ``(inputs, labels)`` nor None.
     """
     if data is not None and not isinstance(data, tuple | list):
         raise PipelineError("compare runs the micro-batches twice: pass (inputs, labels) instead of an iterator")
@@ -76,7 +76,7 @@ def drawn_whole(placed: Placed, data: Any, loss_index: int, sizes: MicroBatchSiz
 def compare_step(runner: StepRunner, step: StepData, data: Any) -> Comparison:
     """Run one step, and compare it with the unpartitioned model; see ``Pipeline.compare``.
 
-    ``data`` are the arguments of which ``step`` has what this rank needs.
+    ``step`` has the part of ``data`` that this rank needs.
 
     Raises:
         PipelineError: the first rank has no labels, or a layer raised.
@@ -104,7 +104,7 @@ def compare_step(runner: StepRunner, step: StepData, data: Any) -> Comparison:
 
 @contextmanager
 def _gradients_aside(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Run a step on weights without gradients, and put back those that were there."""
+    """Run a step on weights without gradients, and put the earlier gradients back."""
     if any(getattr(weight, "main_grad", None) is not None for weight in weights):
         raise PipelineError("compare reads `grad` of the weights, and some have a main_grad: compare without it")
     before = [None if weight.grad is None else weight.grad.clone() for weight in weights]
@@ -143,7 +143,7 @@ def _tensors(module: nn.Layer | None) -> dict[str, Tensor]:
 
 
 def _shards(runner: StepRunner, parts: list[_Part], tensors: list[Tensor]) -> list[_Shard]:
-    """The tensors of every rank, each sent to all: the first rank alone keeps those of others."""
+    """The tensors of every rank, each sent to all: only the first rank keeps the others' tensors."""
     arrays, agreement, everyone = PaddleArrays(), runner.ranks.agreement, runner.world.everyone
     if everyone is None:
         return [_Shard(0, parts, [tensor.detach().clone() for tensor in tensors])]
@@ -202,7 +202,7 @@ def _compared(runner: StepRunner, shards: Sequence[_Shard], data: StepData, loss
 
 
 class _Unpartitioned:
-    """All stages of the list of layers in one process, each with layers of its own, on the weights of the shards."""
+    """All stages of the list of layers in one process, each with separate layers, on the weights of the shards."""
 
     def __init__(self, runner: StepRunner, shards: Sequence[_Shard]) -> None:
         placed, self._fleet = runner.placed, runner.ranks.fleet
@@ -250,7 +250,7 @@ class _Unpartitioned:
 
 
 def _copied(described: Sequence[Any], first: int, end: int) -> list[Any]:
-    """The list of layers with copies of those that one stage uses and that the script has built itself.
+    """The list of layers, with copies of layers that the script has built and only one stage uses.
 
     A split backward has replaced the forward of linear layers, see ``SplitBackward``; copies have their own.
     """
@@ -273,8 +273,8 @@ def _copied(described: Sequence[Any], first: int, end: int) -> list[Any]:
 class _Gradients:
     """The gradients of a step, by the plan's names, added as the ranks of the plan add them.
 
-    A rank adds those of its stages in the order of its program; the sums of ranks that share a weight are added in the
-    order of the ranks.
+    A rank adds the gradients of its stages in the order of its program; the sums of ranks that share a weight are added
+    in the order of the ranks.
     """
 
     def __init__(self, plan: LoweredPlan, shards: Sequence[_Shard]) -> None:

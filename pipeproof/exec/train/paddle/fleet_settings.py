@@ -32,7 +32,7 @@ def pipeline_settings(group: Any) -> FleetSettings:
     """Settings of the pipeline over ``group``; None means Fleet's pipeline group, or the world without Fleet.
 
     Raises:
-        PipelineError: this rank is not in the group, or Fleet overlaps what the plan orders.
+        PipelineError: this rank is not in the group, or Fleet overlaps operations that the plan orders.
     """
     topology = _topology()
     if topology is None:
@@ -98,7 +98,7 @@ def share_parameters(layers: Any) -> None:
 
 
 def require_optimizer(optimizer: Any, num_ranks: int) -> None:
-    """Refuse a clip by the norm of all weights that would see those of this rank alone.
+    """Refuse a clip by the norm of all weights that would only see this rank's weights.
 
     Raises:
         PipelineError: Fleet's optimizer, which clips over all ranks and sums over replicas, does not wrap it.
@@ -134,9 +134,9 @@ def update_weights(
 
 
 def _share_overflow(layers: nn.Layer) -> None:
-    """Make gradients that are not finite on one rank so on all, so that all skip the same steps.
+    """Spread non-finite gradients of one rank to all ranks: all then skip the same steps.
 
-    ``fleet.distributed_scaler`` does it itself.
+    ``fleet.distributed_scaler`` does this itself.
     """
     gradients = [weight.grad for weight in layers.parameters() if weight.grad is not None]
     is_bad = any(not bool(paddle.isfinite(gradient).all()) for gradient in gradients)

@@ -143,7 +143,7 @@ class ModuleStage:
     """A stage that is a script's layers; a ``RankStage``. Autograd adds the gradients of micro-batches.
 
     ``losses`` are for the last stage; each loss is divided by ``num_losses`` before its backward. ``parameters`` are
-    the weights by the plan's names. With ``split``, that of the rank's stages, weight gradients wait for W.
+    the weights by the plan's names. With ``split``, which all stages of the rank share, weight gradients wait for W.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class ModuleStage:
         return outputs
 
     def _loss(self, output: Any, index: int) -> Tensor:
-        """The loss of the backward; all loss functions are computed, as Fleet does."""
+        """The loss of the backward; all loss functions are computed, as in Fleet."""
         data = self.data
         if data.loss_index is None:
             data.outputs[index] = output

@@ -1,8 +1,8 @@
 """``Pipeline``: Fleet's pipeline-parallel training of a script's layers, by a checked plan in its own processes.
 
-A step is the executor's: the plan orders every operation and every message. What surrounds it is Fleet's
-(``PipelineParallel`` of Paddle 3.3.1): micro-batches from the data, losses divided by their number, a loss that all
-ranks return, the scaler, the optimizer, and the schedule of learning rates.
+A step is the executor's: the plan orders every operation and every message. The rest is Fleet's (``PipelineParallel``
+of Paddle 3.3.1): micro-batches from the data, losses divided by their number, a loss that all ranks return, the scaler,
+the optimizer, and the schedule of learning rates.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from pipeproof.exec.train.paddle.step_runner import StepRunner, drawn_step
 class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
     """The stages of this rank in a pipeline that runs a checked plan, in the place of ``fleet.distributed_model``.
 
-    The plan is made and checked at the first batch, whose first micro-batch shows the shapes; with ``example``, here.
+    The plan is made and checked at the first batch, whose first micro-batch has the shapes; with ``example``, in the
+    constructor.
 
     Args:
-        layers: a Fleet ``PipelineLayer``, or a list of layers, functions, ``LayerDesc`` and ``SharedLayerDesc``, of
-            which each rank builds those of its stages.
-        plan: a plan file or a dict; without it, a plan is made of ``schedule`` and ``num_micro_batches``.
+        layers: a Fleet ``PipelineLayer``, or a list of layers, functions, ``LayerDesc`` and ``SharedLayerDesc``; each
+            rank builds the layers of its stages.
+        plan: a plan file or a dict; without it, a plan is made from ``schedule`` and ``num_micro_batches``.
         schedule: a kind (``pipeproof schedule list``), a file of a written schedule, or the operations of each rank.
             Default: the schedule with which Fleet runs the ``PipelineLayer``; 1F1B for a list.
         num_micro_batches: number of micro-batches in a step. Default: ``accumulate_steps`` of Fleet's strategy.
-        loss_fn: ``(output, label) -> loss``, or a list of them. Default: that of the ``PipelineLayer``.
+        loss_fn: ``(output, label) -> loss``, or a list of them. Default: the ``PipelineLayer``'s.
         example: the inputs of the first stage for one micro-batch, the same on all ranks.
         seg_method: Fleet's method to cut a list: ``uniform``, ``layer:CLASS`` or the first layer of each stage.
-        num_virtual_pipeline_stages: stages of each rank for a list, where the schedule does not fix it.
+        num_virtual_pipeline_stages: number of stages on each rank for a list, if the schedule does not fix it.
         group: Paddle's group of the pipeline's ranks. Default: Fleet's pipeline group; the world without Fleet.
         timeout_s: time without progress after which a report is printed and all ranks end.
         unsafe: train by a plan that is not proved.
@@ -86,7 +87,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         """The checked plan.
 
         Raises:
-            PipelineError: it is not made before the first batch, because there was no `example`.
+            PipelineError: before the first batch, if there was no `example`.
         """
         if self._runner is None:
             raise PipelineError("the plan is made at the first batch: give Pipeline an `example` to have it here")
@@ -119,10 +120,10 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
     ) -> Any:
         """Train one batch: all micro-batches forward and backward, then scaler, optimizer and learning rate step.
 
-        ``data`` is ``(inputs, labels)`` or an iterator of micro-batches of such; ranks without the first and the last
-        stage may pass None. Returns, on every rank, the loss: the sum of the micro-batches' losses, each divided by
-        their number; with ``return_micro_batch_loss`` the losses of all micro-batches. With several loss functions it
-        is a list, and ``loss_fn_idx`` is the one of the backward.
+        ``data`` is ``(inputs, labels)`` or an iterator of such micro-batches; ranks without the first and the last
+        stage may pass None. Returns the loss on every rank: the sum of the micro-batches' losses, each divided by their
+        number; with ``return_micro_batch_loss`` the losses of all micro-batches. With several loss functions the result
+        is a list; the backward uses number ``loss_fn_idx``.
 
         Raises:
             PlanRefused: at the first batch, the plan is not proved.
@@ -146,11 +147,11 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         loss_fn_idx: int = 0,
         return_host_tensor: bool = False,  # noqa: FBT002
     ) -> Any:
-        """Run the forwards alone, with the layers in evaluation mode.
+        """Run only the forwards, with the layers in evaluation mode.
 
-        Returns, with ``compute_loss``, the loss on every rank, as ``train_batch``; else a list with the output of each
-        micro-batch where the last stage is, and an empty list elsewhere. With ``return_host_tensor`` outputs are in the
-        host's memory.
+        With ``compute_loss``, returns the loss on every rank, like ``train_batch``. Otherwise returns a list: on the
+        last stage's rank the output of each micro-batch, on other ranks nothing. With ``return_host_tensor`` outputs
+        are in the host's memory.
         """
         self._layers.eval()
         runner, step = self._begun(
@@ -162,11 +163,11 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
     def compare(self, data: Any, loss_fn_idx: int = 0) -> Comparison:
         """Run one step without the optimizer, and compare it with the unpartitioned model made of the same layers.
 
-        Compared are the loss and every gradient, bit for bit: the first rank builds the whole list of layers, with the
+        It compares the loss and every gradient bit for bit: the first rank builds the whole list of layers, with the
         pipeline's weights and buffers, and runs the micro-batches one by one in plain autograd. It adds the gradients
         in the order of the plan. The first rank needs the memory of the whole model, and both ``(inputs, labels)``.
-        Gradients that were there before are put back, and so are buffers and random states. Dropout draws other numbers
-        in the unpartitioned model: compare without.
+        Earlier gradients, buffers and random states are put back. Dropout draws other numbers in the unpartitioned
+        model: compare without dropout.
 
         Raises:
             PipelineError: the data does not fit, or weights have a ``main_grad``; every rank raises it.

@@ -1,4 +1,4 @@
-"""``pipeproof.paddle.record_layers``: what the layers of any Paddle program compute."""
+"""``pipeproof.paddle.record_layers``: the values that the layers of any Paddle program compute."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def record_layers(
     ranks: Sequence[int] | None = None,
     largest: int = 0,
 ) -> Iterator[Callable[[], None]]:
-    """Record what each layer reads and makes, as ``pipeproof.torch.record_layers``, whose text has the arguments.
+    """Record the inputs and outputs of each layer; for the arguments see ``pipeproof.torch.record_layers``.
 
-    Layouts are those of Fleet's parallel layers. A forward that a backward recomputes is recorded as one more call.
+    Layouts come from Fleet's parallel layers. A forward that a backward recomputes is recorded as one more call.
 
     Raises:
         FileExistsError: the directory has a record of this rank.
@@ -99,7 +99,7 @@ def _hook(stack: ExitStack, recorder: LayerRecorder, name: str, layer: nn.Layer)
 
 
 def _optimizers(base: type) -> Iterator[type]:
-    """All classes of optimizers that have a ``step`` of their own."""
+    """All optimizer classes that define their own ``step``."""
     if "step" in vars(base):
         yield base
     subclasses: list[type] = base.__subclasses__()
@@ -112,7 +112,7 @@ def _ending(original: Callable[..., Any], end_step: Callable[[], None]) -> Calla
         if self._grad_clip is None:
             end_step()
         outcome = original(self, *args, **kwargs)
-        end_step()  # with clipped gradients, as the optimizer reads them; else nothing has run since
+        end_step()  # with clipped gradients, as the optimizer reads them; otherwise nothing has run since
         return outcome
 
     return step

@@ -1,6 +1,6 @@
-"""The layers of a rank's stages: those of a Fleet ``PipelineLayer``, or of a list that is cut and built here.
+"""The layers of a rank's stages, from a Fleet ``PipelineLayer`` or from a list that this module cuts and builds.
 
-A list is built as a ``PipelineLayer`` builds it: layer I after ``paddle.seed(1234 + I)``, so that its weights have the
+A list is built as a ``PipelineLayer`` builds it: layer I after ``paddle.seed(1234 + I)``. Its weights then have the
 same values on any partition.
 """
 
@@ -77,7 +77,7 @@ class FleetStages:
             self.numbers = tuple(range(rank, num_ranks * num_chunks, num_ranks))
 
     def call(self, number: int, value: Any) -> Any:
-        """Run a stage, with the recomputation that the ``PipelineLayer`` asks for."""
+        """Run a stage, with the ``PipelineLayer``'s recomputation."""
         return self.layers.forward(value, chunk_id=self.numbers.index(number) if self._is_chunked else None)
 
     def module(self, number: int) -> nn.Layer:
@@ -100,9 +100,9 @@ class FleetStages:
 
 
 class ListStages:
-    """The stages of a list of layers, functions and Fleet's descriptions, of which this rank builds its own.
+    """The stages of a list of layers, functions and Fleet's descriptions; this rank builds only its own stages.
 
-    ``parts`` are as those of ``StageLayers``. State dicts name a layer by its position in the list.
+    ``parts``: see ``StageLayers``. State dicts name a layer by its position in the list.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ListStages:
         self._functions[number] = functions
 
     def call(self, number: int, value: Any) -> Any:
-        """Run the entries of a stage, each on what the one before it returned."""
+        """Run the entries of a stage, each on the result of the entry before it."""
         for function in self._functions[number]:
             value = function(value)
         return value
@@ -190,10 +190,10 @@ def trained(module: nn.Layer | None) -> dict[str, Tensor]:
 
 
 def require_layers(layers: Any) -> None:
-    """Refuse what is no list of layers before one of its entries fails in a step.
+    """Refuse a wrong list of layers before one of its entries fails in a step.
 
     Raises:
-        PipelineError: it is something else, or has an entry that is no layer.
+        PipelineError: it is not a list, or has an entry of another kind.
     """
     if isinstance(layers, PipelineLayer):
         return
@@ -212,7 +212,7 @@ def require_layers(layers: Any) -> None:
 
 
 def require_tied_on_one_rank(described: Sequence[Any], stages: StageLayers) -> None:
-    """Refuse a layer that the list has twice if this rank has one of its stages: each rank would train its own copy.
+    """Refuse a layer that the list has twice on this rank and on another: each rank would train its own copy.
 
     Raises:
         PipelineError: another rank has another stage of it.
@@ -274,7 +274,7 @@ def ties_of(stages: StageLayers) -> dict[str, dict[int, str]]:
 def declared_entries(skeleton: Mapping[str, Any], num_stages: int, num_entries: int) -> list[int] | None:
     """The first entry of each stage by the names in the plan's ``stages``, and the number of entries.
 
-    None if the plan names none.
+    None if the plan names no stages.
 
     Raises:
         PipelineError: the plan has other layers than the list.
@@ -297,7 +297,7 @@ def declared_entries(skeleton: Mapping[str, Any], num_stages: int, num_entries: 
 
 
 def declared_names(stages: StageLayers, number: int, skeleton: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """The weights of a stage by the names of a plan that declares every entry; None if it declares none.
+    """The weights of a stage by the names of a plan that declares every entry; None if the plan declares no layers.
 
     Raises:
         PipelineError: the plan has neither one layer for each entry nor one for each stage.

@@ -1,4 +1,4 @@
-"""The start of a Paddle pipeline in phases: join, place, infer, prove, connect. Each is a function of the ones before.
+"""The start of a Paddle pipeline in phases: join, place, infer, prove, connect. Each is a function of earlier ones.
 
 The phases from ``infer`` on need the first micro-batch. A phase runs on every rank, and its error on one rank is an
 error on all.
@@ -124,10 +124,11 @@ class Connected:
 
 
 def join(group: Any, timeout_s: float) -> Ranks:
-    """The ranks of a group, and what they agree by.
+    """The ranks of a group, with their store and agreement.
 
     Raises:
-        PipelineError: this rank is not one of them, Fleet overlaps what the plan orders, or there is no store.
+        PipelineError: this rank is not one of them, Fleet overlaps operations that the plan orders, or there is no
+            store.
     """
     fleet = pipeline_settings(group)
     rank, num_ranks, store = fleet.ranks.index(dist.get_rank()), len(fleet.ranks), store_of(fleet.ranks)
@@ -167,7 +168,7 @@ def place(ranks: Ranks, settings: Settings, layers: PipelineLayer | Sequence[Any
 
 
 def infer(ranks: Ranks, placed: Placed, first_inputs: Callable[[], Any]) -> Planned:
-    """Run each stage once on the first micro-batch, and complete the plan by what it returns.
+    """Run each stage once on the first micro-batch, and complete the plan with its outputs.
 
     ``first_inputs`` is called on each rank; the rank of the first stage needs its result.
 
@@ -197,7 +198,7 @@ def prove(ranks: Ranks, settings: Settings, placed: Placed, planned: Planned) ->
 
     Raises:
         PlanRefused: it is not proved, and ``unsafe`` is not set.
-        PipelineError: the layers are not those of the plan, or cannot have one of its keys.
+        PipelineError: the layers differ from the plan's, or cannot have one of its keys.
     """
     plan = checked_plan(planned.content, ranks.agreement, "plan", unsafe=settings.unsafe)
     ranks.agreement.gather("supported", lambda: _require_supported(ranks, placed, planned, plan.lowered))

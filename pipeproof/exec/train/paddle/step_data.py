@@ -1,4 +1,4 @@
-"""The micro-batches of a step from what Fleet's ``train_batch`` takes.
+"""The micro-batches of a step from the arguments of Fleet's ``train_batch``.
 
 ``data`` is ``(inputs, labels)``, of whole batches or of lists with one entry for each micro-batch, or an iterator of
 micro-batches ``(inputs, labels)``.
@@ -20,7 +20,7 @@ Tensor: TypeAlias = paddle.Tensor
 
 @dataclass(slots=True)
 class StepData:
-    """Values that the script passes to one step, by micro-batch, and those that the step collects for it."""
+    """Values that the script passes to one step, by micro-batch, and results that the step collects for it."""
 
     inputs: list[Any] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
@@ -28,7 +28,7 @@ class StepData:
     loss_index: int | None = 0
     """The loss function of the backward; None if no loss is computed."""
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Detached losses of micro-batches, of each loss function, divided as Fleet divides them."""
+    """Detached losses of micro-batches, for each loss function, divided as Fleet divides them."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Outputs of the last stage, if no loss is computed."""
 
@@ -47,7 +47,7 @@ class MicroBatchSizes:
 
 
 def step_data(data: Any, sizes: MicroBatchSizes, *, is_first: bool, is_last: bool) -> StepData:
-    """The micro-batches that a rank needs: inputs where the first stage is, labels where the last is.
+    """The micro-batches that a rank needs: inputs for the first stage, labels for the last.
 
     Raises:
         PipelineError: they are missing, or do not have the sizes.
@@ -77,7 +77,7 @@ def _drawn(data: Any, count: int) -> StepData:
         except StopIteration:
             raise PipelineError(f"the data end after {index} micro-batches, and a step has {count}") from None
         except (TypeError, ValueError) as error:
-            raise PipelineError(f"the data are no iterator of (inputs, labels): {error}") from None
+            raise PipelineError(f"the data are not an iterator of (inputs, labels): {error}") from None
         drawn.inputs.append(inputs)
         drawn.labels.append(labels)
     return drawn
@@ -113,7 +113,7 @@ def _part_of_item(value: Any, index: int, sizes: MicroBatchSizes, what: str) -> 
 
 
 def rows_of(value: Any) -> int:
-    """The rows of a micro-batch: the first dim of its first tensor.
+    """The rows of a micro-batch: the size of the first dim of its first tensor.
 
     Raises:
         PipelineError: it has no tensor with a dim.

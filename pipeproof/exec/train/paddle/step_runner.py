@@ -71,12 +71,12 @@ class StepRunner:
         return self._failures.as_one(self.watch, Exception)
 
     def train(self, data: StepData, *, whole: bool) -> Any:
-        """Run forward and backward of all micro-batches; return the loss, or with not ``whole`` those of each."""
+        """Run forward and backward of all micro-batches; return the loss, or all losses if not ``whole``."""
         self._run(self._training, data)
         return self._shared_loss(data, whole=whole)
 
     def evaluate(self, data: StepData) -> Any:
-        """Run the forwards; return the loss, or the outputs of micro-batches where the last stage computes none."""
+        """Run the forwards; return the loss, or the outputs of micro-batches if the last stage computes no loss."""
         self._failures.require_sound(self.watch.failure)
         if self._evaluation is None:
             content = forward_plan(self.plan.content, self.plan.lowered.programs)
@@ -107,7 +107,7 @@ class StepRunner:
             for stage in self.modules.values():
                 stage.begin(data)
             rank.run(step)
-            self._failures.require_sound(self.watch.failure)  # values of ended transfers are no results
+            self._failures.require_sound(self.watch.failure)  # values of ended transfers are not results
         finally:
             rank.adapter.clear()
             for stage in self.modules.values():
@@ -116,7 +116,7 @@ class StepRunner:
     def _shared_loss(self, data: StepData, *, whole: bool) -> Any:
         """The losses of all loss functions on every rank: one tensor, or a list of several.
 
-        As with Fleet, ranks without the last stage have them as tensors of one dim.
+        As in Fleet, ranks without the last stage have them as tensors of one dim.
         """
         num_values, num_losses = 1 if whole else self.sizes.count, len(self.placed.stages.losses)
         last = next(rank for rank, own in enumerate(self.placed.by_rank) if self.placed.num_stages - 1 in own)

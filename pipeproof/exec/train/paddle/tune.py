@@ -1,4 +1,4 @@
-"""``tune`` for Paddle: from a list of layers and a group of ranks to the fastest proved pipeline measured on them."""
+"""``tune`` for Paddle: the fastest proved pipeline that was measured for a list of layers on a group of ranks."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def tune(
     """Find the fastest pipeline for a list of layers on the CPUs of a group's ranks, by measurements on them.
 
     Every rank calls it with an equal list, builds all layers, and measures a part of them: forward, input and weight
-    gradients, and the memory that they keep. All cuts are searched for every kind of schedule; the best ones run, and
-    the fastest is chosen. Layers are built or copied for that: those of the list stay as they are. The time of
-    messages is taken as 0 in the search, and measured with the steps that are run.
+    gradients, and the memory that they keep. It searches all cuts for every kind of schedule; the best layouts run, and
+    the fastest is chosen. It builds or copies layers for this: the list's layers stay unchanged. The search counts
+    messages as 0; the steps that run include their time.
 
     ``Pipeline(layout.stages, plan=layout.plan, loss_fn=..)`` trains by the result, whose ``stages`` are the list.
 
     Args:
-        layers: a list as of ``Pipeline``; of a ``PipelineLayer``, its list is cut anew.
+        layers: a list, see ``Pipeline``; the list of a ``PipelineLayer`` is cut anew.
         loss_fn: ``(output, label) -> loss``. Default: the first one of the ``PipelineLayer``.
         example: the inputs of the first stage for one micro-batch.
         target: the label of one micro-batch.
         num_micro_batches: micro-batches of a step.
-        group: as of ``Pipeline``.
+        group: see ``Pipeline``.
         memory_gib: memory of each rank for weights, gradients, optimizer states and activations.
-        search: its limits; ``without_pipeline`` has no effect.
-        timeout_s: as of ``Pipeline``.
+        search: the limits of the search; ``without_pipeline`` has no effect.
+        timeout_s: see ``Pipeline``.
 
     Raises:
-        PipelineError: no layout fits into the memory, the ranks have other layers, or a layer raised.
+        PipelineError: no layout fits into the memory, the ranks have different layers, or a layer raised.
     """
     require_layers(layers)
     losses: Sequence[Any] = [loss_fn]
@@ -69,7 +69,7 @@ def tune(
         losses = [loss_fn or layers._loss_fn[0]]  # noqa: SLF001 - Fleet's own classes read these
         layers = layers._layers_desc  # noqa: SLF001
     if paddle.device.get_device() != "cpu":
-        raise PipelineError("pipeproof.paddle.tune measures on CPUs alone, and Paddle's device is a GPU")
+        raise PipelineError("pipeproof.paddle.tune measures on CPUs only, and Paddle's device is a GPU")
     if losses == [None]:
         raise PipelineError("tune needs a loss: give it a loss_fn")
     return _Tuning(list(layers), losses, (example, target), num_micro_batches, group, memory_gib,
@@ -77,7 +77,7 @@ def tune(
 
 
 class _Chain:
-    """Each entry of the list as a layer; ``whole`` has each as a stage of its own."""
+    """Each entry of the list as a layer; in ``whole`` each is a stage of its own."""
 
     has_ends = False
 
@@ -87,7 +87,7 @@ class _Chain:
         self.whole = self.built(range(self.num_layers))
 
     def built(self, numbers: range) -> ListStages:
-        """New layers of some entries, or copies of those that the script built."""
+        """New layers of some entries, or copies of layers that the script built."""
         return ListStages(copied(self.described), range(self.num_layers + 1), numbers, self.losses)
 
     def block(self, layer: int) -> nn.Layer:
@@ -103,7 +103,7 @@ class _Chain:
         return list(sizes)
 
     def signature(self, layer: int) -> str:
-        """Its classes and settings; a function, and a layer that Fleet shares, is identical to no other."""
+        """Its classes and settings; unique for a function and for a layer that Fleet shares."""
         item = self.whole.items(layer)[0]
         if item.module is None or item.shared:
             return f"entry {layer}"
@@ -116,7 +116,7 @@ class _Chain:
 
 
 def copied(described: Sequence[Any]) -> list[Any]:
-    """The entries, with copies of layers that are built; what they share, their copies share."""
+    """The entries, with copies of built layers; the copies share weights as the layers do."""
     memo: dict[int, Any] = {}
     return [copy.deepcopy(each, memo) if isinstance(each, nn.Layer) else each for each in described]
 
@@ -283,7 +283,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _every(value: Any, num: int) -> Any:
-    """The value of one micro-batch for all of them, as ``train_batch`` takes it."""
+    """The value of one micro-batch, repeated for all micro-batches, as ``train_batch`` takes it."""
     if isinstance(value, Mapping):
         return {key: [item] * num for key, item in value.items()}
     return tuple([item] * num for item in value) if isinstance(value, tuple) else [value] * num
