@@ -35,17 +35,32 @@ _FIRST_GROUP_ID = 1_000
 
 
 class PaddleChannels:
-    """Ends of all channels on one rank, each with its thread."""
+    """Ends of the channels of one rank, each with its thread; a ``Channels``.
 
-    def __init__(self, rank: int, groups: dict[Channel, dist.communication.group.Group]) -> None:
-        self._rank, self._groups = rank, groups
-        self._queues = {c: TaskQueue(str(c)) for c in groups if rank in (c.src, c.dst)}
+    ``before`` is called in the thread of a channel before each message on it.
+    """
+
+    def __init__(
+        self, rank: int, groups: Mapping[Channel, Any], before: Callable[[Channel], None] = lambda _: None
+    ) -> None:
+        self._rank, self._groups, self._before = rank, groups, before
+        self._queues = {channel: TaskQueue(f"pipeproof {channel}") for channel in groups}
 
     def post(self, channel: Channel, buffer: paddle.Tensor, after: Sequence[Task] = ()) -> Task:
         """Queue a contiguous buffer on this rank's end of ``channel`` after the transfers ``after``; return at once."""
-        is_send, group = self._rank == channel.src, self._groups[channel]
-        call, peer = (dist.send, channel.dst) if is_send else (dist.recv, channel.src)
-        return self._queues[channel].post(buffer, lambda: call(buffer, peer, group=group), after)
+        group, is_send = self._groups[channel], self._rank == channel.src
+        call = group.process_group.send if is_send else group.process_group.recv
+
+        def move() -> None:
+            self._before(channel)
+            call(buffer, 1 - group.rank, True).wait()  # noqa: FBT003 - Paddle's argument `sync_op`
+
+        return self._queues[channel].post(buffer, move, after)
+
+    def abort(self) -> None:
+        """End all transfers with an error."""
+        for each in self._queues.values():
+            each.abort()
 
     def close(self) -> None:
         """End the threads once all transfers are done."""

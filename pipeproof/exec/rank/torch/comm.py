@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeproof.exec.rank.framework_protocol import AsyncCollectives, Channels, Collectives
+from pipeproof.exec.rank.framework_protocol import Channels, Collectives
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
 from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
 from pipeproof.schedule.op_table import Channel, Group
@@ -89,25 +89,6 @@ class Begun:
         """Block, and return the result."""
         self.block()
         return self._join()
-
-
-class WaitedCollectives:
-    """Collectives over the group ``ranks`` as ``begin`` has them, each waited for at once."""
-
-    def __init__(self, ranks: tuple[int, ...], begin: AsyncCollectives) -> None:
-        self.ranks, self._begin = ranks, begin
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
-        return self._begin.all_gather(tensor, dim).wait()
-
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this member's part along ``dim`` of the sum over all members; added in group order, NCCL excepted."""
-        return self._begin.reduce_scatter(tensor, dim).wait()
-
-    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
-        return self._begin.exchange(rows, send, receive).wait()
 
 
 def combined(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
@@ -191,17 +172,28 @@ class BegunCollectives:
         return parts, _works(dist.all_gather(parts, tensor, group=self._group, async_op=self._is_async))
 
 
-class GroupCollectives(WaitedCollectives):
-    """Collectives over one group of ranks. Each takes contiguous tensors and returns new ones."""
+class GroupCollectives:
+    """Collectives over one group of ranks, waited for at once. Each takes contiguous tensors and returns new ones."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        self._now = BegunCollectives(rank, ranks, group, at_once=True)
-        super().__init__(ranks, self._now)
+        self.ranks, self._now = ranks, BegunCollectives(rank, ranks, group, at_once=True)
         self.begun = BegunCollectives(rank, ranks, group, at_once=False)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
+        return self._now.all_gather(tensor, dim).wait()
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Return the ``sum`` or ``max`` over the members; on gloo taken in group order."""
         return self._now.reduce(tensor, reduction).wait()
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this member's part along ``dim`` of the sum over all members; added in group order, NCCL excepted."""
+        return self._now.reduce_scatter(tensor, dim).wait()
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
+        return self._now.exchange(rows, send, receive).wait()
 
 
 def _works(work: Any) -> list[Any]:

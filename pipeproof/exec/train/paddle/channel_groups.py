@@ -16,15 +16,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group as PaddleGroup
 
-from pipeproof.exec.rank.group_channels import Task, TaskQueue, TransfersEnded
-from pipeproof.exec.rank.paddle.comm import PairwiseCollectives
+from pipeproof.exec.rank.group_channels import TaskQueue, TransfersEnded
+from pipeproof.exec.rank.paddle.comm import PaddleChannels, PairwiseCollectives
 from pipeproof.exec.rank.paddle.nccl import NcclChannels, NcclCollectives
 from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.paddle_store import PaddleStore, gloo_pairs, process_group, store_address
@@ -112,35 +112,6 @@ def connect_meetings(pairs: Sequence[tuple[int, ...]], agreement: Agreement) -> 
 Tensor: TypeAlias = paddle.Tensor
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0001, 0.005
 _GET_S = 10.0
-
-
-class GlooChannels:
-    """Ends of the channels of one rank, by the graph's ranks; a ``Channels``."""
-
-    def __init__(self, index: int, groups: Mapping[Channel, PaddleGroup], meetings: Mapping[Channel, Meeting]) -> None:
-        self._index, self._groups, self._meetings = index, groups, meetings
-        self._queues = {channel: TaskQueue(f"pipeproof {channel}") for channel in groups}
-
-    def post(self, channel: Channel, buffer: Tensor, after: Sequence[Any] = ()) -> Task:
-        """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
-        group, is_send = self._groups[channel].process_group, self._index == channel.src
-
-        def move() -> None:
-            self._meetings[channel].meet()
-            if is_send:
-                group.send(buffer, 1, True).wait()  # noqa: FBT003 - Paddle's argument `sync_op`
-            else:
-                group.recv(buffer, 0, True).wait()  # noqa: FBT003
-
-        return self._queues[channel].post(buffer, move)
-
-    def abort(self) -> None:
-        """End all transfers with an error."""
-        for each in self._queues.values():
-            each.abort()
-
-    def close(self) -> None:
-        """Do nothing: the threads end with the process."""
 
 
 class Copies(Protocol):
@@ -249,7 +220,7 @@ class StageWorld:
     """The connected groups of one rank; a ``World``. ``rank`` is the rank in the pipeline."""
 
     rank: int
-    channels: GlooChannels | NcclChannels
+    channels: PaddleChannels | NcclChannels
     collectives: dict[int, Sums]
     """By index of the graph's groups, without groups of one member."""
     everyone: Copies | None
@@ -272,7 +243,7 @@ class StageWorld:
             self.tasks.abort()
         if isinstance(self.everyone, StoreCopies):
             self.everyone.abort()
-        if isinstance(self.channels, GlooChannels):
+        if isinstance(self.channels, PaddleChannels):
             self.channels.abort()
 
 
@@ -284,7 +255,7 @@ def connect_stages(graph: OpGraph, agreement: Agreement, store: PaddleStore) -> 
     """
     index, num_ranks = agreement.rank, agreement.num_ranks
     if num_ranks == 1:
-        return StageWorld(index, GlooChannels(index, {}, {}), {}, None)
+        return StageWorld(index, PaddleChannels(index, {}), {}, None)
     backend, everyone = str(dist.get_backend()).lower(), tuple(range(num_ranks))
     is_gloo = backend == "gloo"
     sums = {number: group.ranks for number, group in enumerate(graph.groups) if len(group.ranks) > 1}
@@ -310,8 +281,8 @@ def connect_stages(graph: OpGraph, agreement: Agreement, store: PaddleStore) -> 
             for number, ranks in sums.items()
             if index in ranks
         }
-        ends, copies = GlooChannels(index, channels, of_channel), StoreCopies(index, store)
-        return StageWorld(index, ends, collectives, copies, tuple(met.values()), tasks)
+        ends = PaddleChannels(index, channels, lambda channel: of_channel[channel].meet())
+        return StageWorld(index, ends, collectives, StoreCopies(index, store), tuple(met.values()), tasks)
     _use_once(index, channels, groups)
     of_ranks = {ranks: DeviceSums(index, ranks, group) for ranks, group in groups.items()}
     collectives = {number: of_ranks[ranks] for number, ranks in sums.items() if index in ranks}
