@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import paddle
+import pytest
 
 from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common.backend_ops import gated
-from pipeproof.stages.paddle.experts import PaddleBalance, PaddleExperts, choose, reorder, visits, weighted
-from pipeproof.stages.paddle.functional import fork, swiglu
 from tests.stages.adjoints.rows import plain
-from tests.stages.adjoints.world import Case, Held, Rank
-from tests.stages.staged_run import make_plan
+from tests.stages.adjoints.world import STEP, Backend, Case, Held, Rank, make_plan
 
 MOE = MoeSpec(num_experts=4, top_k=3, ffn_size=5, num_shared_experts=1)
 
 
-def experts() -> list[Case]:
+def experts(fw: Backend) -> list[Case]:
     """Tokens on their way to experts and back, and the experts themselves."""
-    order = np.array([3, 0, 5, 1, 7, 2, 6, 4])
     sent = ((1, 3), (2, 2))
     scores = [
         MOE.model_copy(update={"score": s, "normalize": n, "routed_scale": 1.5 if n else 1.0})
@@ -26,11 +24,12 @@ def experts() -> list[Case]:
         for n in (True, False)
     ]
     return [
-        plain("fork", "fork", lambda x: fork(x, 3), (4, 3)),
-        plain("reorder", "reorder", lambda x: reorder(x, order), (8, 3)),
-        plain("visits", "visits", lambda x: visits(x, order, 2), (4, 3)),
-        plain("weighted", "weighted", weighted, (4, 3, 5), (4, 3)),
-        *(plain(f"gains, {m.score}, {m.normalize}", "choose", lambda x, m=m: choose(x, m)[1], (5, 4)) for m in scores),
+        plain("fork", "fork", lambda x: fw.ops.fork(x, 3), (4, 3)),
+        plain("weighted", "weighted", fw.experts.weighted, (4, 3, 5), (4, 3)),
+        *(
+            plain(f"gains, {m.score}, {m.normalize}", "choose", lambda x, m=m: fw.experts.choose(x, m)[1], (5, 4))
+            for m in scores
+        ),
         Case(
             "exchange",
             ("ExpertRegion.exchange",),
@@ -55,12 +54,12 @@ def experts() -> list[Case]:
             num_ranks=2,
             axis="ep",
         ),
-        *(_experts(MOE, num_ranks, limit) for num_ranks in (1, 2) for limit in (None, 0.6)),
-        _experts(MOE.model_copy(update={"dispatcher": "all_gather"}), 2, 0.6),
+        *(_experts(fw, MOE, num_ranks, limit) for num_ranks in (1, 2) for limit in (None, 0.6)),
+        _experts(fw, MOE.model_copy(update={"dispatcher": "all_gather"}), 2, 0.6),
     ]
 
 
-def _experts(moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
+def _experts(fw: Backend, moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
     """Of expert-parallel ranks: each with tokens, a router and shared experts of its own, as its gradients are."""
     own = moe.num_experts // num_ranks
     shapes = {
@@ -68,16 +67,16 @@ def _experts(moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
         "shared.gate": (7, 5), "shared.up": (7, 5), "shared.down": (5, 7),
     }  # fmt: skip
 
-    def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
+    def function(rank: Rank, x: Any, *tensors: Any) -> Any:
         weights = {f"mlp.{name}.weight": tensor for name, tensor in zip(shapes, tensors, strict=True)}
-        router = PaddleBalance(make_plan(), (), adds_losses=False).of("mlp", 0, 0)
-        activation = gated(swiglu, make_plan(model={"swiglu_limit": limit}).gpt, paddle.clip)
-        experts = PaddleExperts(
+        router = fw.make_balance(make_plan(), adds_losses=False).of("mlp", 0, 0)
+        activation = gated(fw.functional.swiglu, make_plan(model={"swiglu_limit": limit}).gpt, fw.clip)
+        experts = fw.make_experts(
             moe, "mlp", rank.weights, weights.__getitem__, rank.experts, activation, recomputes_shared=False
         )
         return experts.forward(x, router)
 
-    inputs = (Held((3, 2, 7)), *map(Held, shapes.values()))
+    inputs = (Held((3, 2, 7)), *(Held(shape, is_weight=True) for shape in shapes.values()))
     return Case(
         f"experts of {num_ranks} ranks, {moe.dispatcher}, limit {limit}",
         ("Experts.forward",),
@@ -86,3 +85,25 @@ def _experts(moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
         num_ranks,
         axis="ep",
     )
+
+
+def require_gradient_of_router(fw: Backend, score: str) -> None:
+    """The gradient of a router is that of what it feeds and of its losses."""
+    moe = {"num_experts": 6, "top_k": 2, "ffn_size": 8, "score": score, "aux_loss": 0.7, "z_loss": 0.3}
+    plan = make_plan(model={"moe": moe}, run={"dtype": "float64"})
+    logits, along, y = np.random.default_rng(4).standard_normal((3, 9, 6))
+
+    def entered(values: np.ndarray) -> tuple[Any, Any, float]:
+        balance = fw.make_balance(plan, adds_losses=True)
+        leaf = fw.leaf(values)
+        made = balance.of("mlp", 0, 0).enter(leaf)
+        losses = balance.values()
+        assert set(losses) == {"aux/mlp/0/0", "z/mlp/0/0"}
+        return leaf, made, sum(losses.values())
+
+    leaf, made, _ = entered(logits)
+    fw.library.autograd.backward([made], [fw.tensor(y)])
+    (_, _, ahead), (_, _, behind) = entered(logits + STEP * along), entered(logits - STEP * along)
+    slope = (ahead - behind) / (2 * STEP)
+    assert abs(slope) > 1e-3
+    assert (fw.gradient(leaf) * along).sum() == pytest.approx((along * y).sum() + slope, rel=1e-7)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import paddle
 
 from pipeproof.specs.model import MlaSpec
 from pipeproof.stages.common.compressed_attention import CompressedAttention
 from pipeproof.stages.common.stage import latent_heads
-from pipeproof.stages.paddle.backend_ops import OPS
-from pipeproof.stages.paddle.functional import rms_norm
-from pipeproof.stages.paddle.stage import PaddleVocabulary, summed_cross_entropies, token_losses
 from tests.stages.adjoints.rows import per_layout
-from tests.stages.adjoints.world import Case, Rank
-from tests.stages.staged_run import make_plan
+from tests.stages.adjoints.world import Backend, Case, Rank, make_plan
 
 MLA = MlaSpec(q_rank=6, kv_rank=4, nope_head_size=2, rope_head_size=4, value_head_size=3)
 LABELS = np.array([[0, 11], [5, -100], [6, 7], [-100, 2]])
 """Words of a vocabulary of 12, on every rank, and two places that are not counted."""
 
 
-def regions() -> list[Case]:
+def regions(fw: Backend) -> list[Case]:
     """The ways into and out of what tensor-parallel ranks compute, and what they compute of compressed vectors."""
     cases = [
         *per_layout("enter", "TensorParallelRegion.enter", lambda r, x: r.region.enter(x, "in"),
@@ -35,10 +31,11 @@ def regions() -> list[Case]:
                     ((4, 2, 3), "own"), output="between"),
         *per_layout("sum", "TensorParallelRegion.sum", lambda r, x: r.region.sum(x, "sum"),
                     ((4, 2), "own"), output="alike")[1:],
-        *per_layout("embedding", "PaddleVocabulary.rows SplitWeights.rows", _embedded, ((6, 3), "own"), output="own"),
-        *per_layout("token losses", "token_losses", _losses(token_losses),
+        *per_layout("embedding", "PaddleVocabulary.rows SplitWeights.rows", partial(_embedded, fw),
+                    ((6, 3), "own", "weight"), output="own"),
+        *per_layout("token losses", "token_losses", _losses(fw, fw.token_losses),
                     *[((4, 2, 6), "own")] * 2, output="alike")[1:],
-        *per_layout("sums of losses", "summed_cross_entropies", _losses(summed_cross_entropies),
+        *per_layout("sums of losses", "summed_cross_entropies", _losses(fw, fw.sums_of_losses),
                     *[((4, 2, 12), "own")] * 2, output="alike"),
     ]  # fmt: skip
     for q_rank in (6, None):
@@ -46,11 +43,12 @@ def regions() -> list[Case]:
         query = {"q": ((7, 12), "own")} if q_rank is None else {"q_down": ((7, 6), "between"), "q_up": ((6, 12), "own")}
         used = {**query, "kv_down": ((7, 8), "between"), "kv_up": ((4, 10), "own")}
         name = f"latent heads of {'compressed' if q_rank else 'plain'} queries"
-        inputs = [((4, 2, 7), "between"), *used.values()]
-        cases += per_layout(name, "latent_heads", _latent(mla, list(used)), *inputs, output="own")
+        inputs = [((4, 2, 7), "between"), *((*held, "weight") for held in used.values())]
+        cases += per_layout(name, "latent_heads", _latent(fw, mla, list(used)), *inputs, output="own")
     for name, (kind, entries) in _OF_TYPES.items():
         used = _HEADS | entries
-        function, inputs = _compressed(kind, list(used)), [((7, 2, 7), "between"), *used.values()]
+        function = _compressed(fw, kind, list(used))
+        inputs = [((7, 2, 7), "between"), *((*held, "weight") for held in used.values())]
         cases += per_layout(
             f"compressed attention, {name}", "CompressedAttention.forward", function, *inputs, output="own"
         )
@@ -81,12 +79,12 @@ _OF_TYPES = {
 """Weights of four heads in two groups on each rank. Those of the indexer have no gradient: they are drawn."""
 
 
-def _compressed(kind: str, names: Sequence[str]) -> Callable[..., Any]:
+def _compressed(fw: Backend, kind: str, names: Sequence[str]) -> Callable[..., Any]:
     draw = np.random.default_rng(4).standard_normal
     indexer = {"kv": (7, 8), "gate": (7, 8), "heads": (7, 3), "positions": (2, 8), "norm": (4,), "q": (6, 12)}
-    drawn = {f"indexer.{part}": paddle.to_tensor(draw(shape)) for part, shape in indexer.items()}
+    drawn = {f"indexer.{part}": fw.weight(draw(shape)) for part, shape in indexer.items()}
 
-    def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
+    def function(rank: Rank, x: Any, *tensors: Any) -> Any:
         weights = drawn | dict(zip(names, tensors, strict=True))
         ranks = rank.region.num_ranks
         spec = {
@@ -97,8 +95,9 @@ def _compressed(kind: str, names: Sequence[str]) -> Callable[..., Any]:
         length = x.shape[0] * (1 if rank.region.sequence_dim is None else ranks)
         model = {"num_heads": 4 * ranks, "head_size": 4, "seq_length": length, "compressed_attention": spec}
         attention = CompressedAttention(
-            OPS, make_plan(model=model), rank.weights, rank.region,
-            lambda y, name: rank.weights.product(y, weights[name.removeprefix("x.")]), lambda y, _: rms_norm(y),
+            fw.ops, make_plan(model=model), rank.weights, rank.region,
+            lambda y, name: rank.weights.product(y, weights[name.removeprefix("x.")]),
+            lambda y, _: fw.functional.rms_norm(y),
             lambda name: weights[name.removeprefix("x.").removesuffix(".weight")], x, recomputes=False,
         )  # fmt: skip
         return attention.forward(x, "x", kind)
@@ -106,15 +105,15 @@ def _compressed(kind: str, names: Sequence[str]) -> Callable[..., Any]:
     return function
 
 
-def _latent(mla: MlaSpec, names: Sequence[str]) -> Callable[..., Any]:
-    def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+def _latent(fw: Backend, mla: MlaSpec, names: Sequence[str]) -> Callable[..., Any]:
+    def function(rank: Rank, x: Any, *tensors: Any) -> tuple[Any, ...]:
         weights = dict(zip(names, tensors, strict=True))
         return latent_heads(
-            OPS,
+            fw.ops,
             x,
             mla,
             lambda y, part: rank.weights.product(y, weights[part]),
-            lambda y, _: rms_norm(y),
+            lambda y, _: fw.functional.rms_norm(y),
             rank.region,
             "x",
         )
@@ -122,19 +121,19 @@ def _latent(mla: MlaSpec, names: Sequence[str]) -> Callable[..., Any]:
     return function
 
 
-def _embedded(rank: Rank, weight: paddle.Tensor) -> paddle.Tensor:
+def _embedded(fw: Backend, rank: Rank, weight: Any) -> Any:
     """Two streams of tokens."""
-    words = np.random.default_rng(3).integers(0, weight.shape[0] * rank.region.num_ranks, (2, 5, 2))
-    vocabulary = PaddleVocabulary(rank.weights, tied=False)
-    return vocabulary.rows([paddle.to_tensor(stream) for stream in words], weight, rank.region, 1)
+    words = np.random.default_rng(3).integers(0, 6 * rank.region.num_ranks, (2, 5, 2))
+    vocabulary = fw.vocabulary(rank.weights, tied=False)
+    return vocabulary.rows([fw.tensor(stream) for stream in words], weight, rank.region, 1)
 
 
-def _losses(function: Callable[..., Any]) -> Callable[..., Any]:
+def _losses(fw: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
     """Of two streams of logits, each rank with its part of the vocabulary."""
 
-    def losses(rank: Rank, *logits: paddle.Tensor) -> list[paddle.Tensor]:
-        labels = [paddle.to_tensor(LABELS), paddle.to_tensor(LABELS[::-1].copy())]
-        made: list[paddle.Tensor] = function(list(logits), labels, rank.region, 1)
+    def losses(rank: Rank, *logits: Any) -> list[Any]:
+        labels = [fw.tensor(LABELS), fw.tensor(LABELS[::-1].copy())]
+        made: list[Any] = function(list(logits), labels, rank.region)
         return made
 
     return losses

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import paddle
-
 from tests.stages.adjoints.world import Case, Held
 
 LAYOUTS: tuple[tuple[int, int | None], ...] = ((1, None), (2, None), (2, 0))
 """One rank, two, and two between which sequences are cut: (ranks, dim of the sequence)."""
-
-
-def fixed(*shape: int) -> paddle.Tensor:
-    """Generic values. Of tables, the halves of sines differ, as those of no real one do."""
-    return paddle.to_tensor(np.random.default_rng(shape).standard_normal(shape))
 
 
 def plain(name: str, covers: str, function: Callable[..., Any], *shapes: Sequence[int], **more: Any) -> Case:
@@ -26,9 +18,9 @@ def plain(name: str, covers: str, function: Callable[..., Any], *shapes: Sequenc
 
 
 def per_layout(
-    name: str, covers: str, function: Callable[..., Any], *inputs: tuple[Sequence[int], str], output: str
+    name: str, covers: str, function: Callable[..., Any], *inputs: tuple[Any, ...], output: str
 ) -> list[Case]:
-    """On each layout. Inputs and output lie ``between`` layers, are ``own`` or are ``alike``.
+    """On each layout. Inputs and output lie ``between`` layers, are ``own`` or are ``alike``; a ``weight`` is one, too.
 
     What lies between layers is one tensor that all ranks hold, or with sequence parallelism each rank's own part. A
     weight that is used there is of the same kind: cut sequences leave addends of its gradient.
@@ -36,7 +28,7 @@ def per_layout(
     cases = []
     for num_ranks, dim in LAYOUTS:
         alike = {"between": dim is None, "own": False, "alike": True}
-        held = tuple(Held(tuple(shape), alike[kind]) for shape, kind in inputs)
+        held = tuple(Held(tuple(shape), alike[kind], bool(weight)) for shape, kind, *weight in inputs)
         which = f"{name}, {num_ranks} ranks{'' if dim is None else ', sequences cut'}"
         cases.append(Case(which, tuple(covers.split()), function, held, num_ranks, dim, alike[output]))
     return cases

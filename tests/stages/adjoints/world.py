@@ -9,27 +9,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import paddle
 
+from pipeproof.stages.common.backend_ops import BackendOps
 from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
-from pipeproof.stages.paddle.backend_ops import OPS
-from pipeproof.stages.paddle.weights import SplitWeights
+from pipeproof.stages.common.weights import SplitWeights
+from tests.stages.torch.features import make_plan as plan_of_feature
 from tests.stages.world import World
 
+make_plan = partial(plan_of_feature, "plain")
+"""A small plan of float64, with these sections."""
 STEP = 1e-5
 """Of central differences in float64: their error is about 1e-10 of the third derivative, their rounding 1e-11."""
 
 
 @dataclass(frozen=True)
+class Backend:
+    """A framework, as the rows use it."""
+
+    library: Any
+    ops: BackendOps
+    functional: Any
+    """The module ``stages.<framework>.functional``."""
+    tensor: Callable[[Any], Any]
+    """A constant."""
+    leaf: Callable[[Any], Any]
+    weight: Callable[[Any], Any]
+    """A weight as layers use it."""
+    gradient: Callable[[Any], np.ndarray]
+    """Of a leaf or a weight, zeros if nothing depended on it."""
+    numpy: Callable[[Any], np.ndarray]
+    split_weights: Callable[[], Any]
+    clip: Callable[..., Any]
+    rotary_tables: Callable[[int, int], tuple[Any, Any]]
+    vocabulary: Callable[..., Any]
+    token_losses: Callable[..., Any]
+    """Of the logits of each stream, their labels and the region."""
+    sums_of_losses: Callable[..., Any]
+    experts: Any
+    """The module ``stages.<framework>.experts``."""
+    make_experts: Callable[..., Any]
+    make_balance: Callable[..., Any]
+
+    def fixed(self, *shape: int) -> Any:
+        """Generic values. Of tables, the halves of sines differ, as those of no real one do."""
+        return self.tensor(np.random.default_rng(shape).standard_normal(shape))
+
+
+@dataclass(frozen=True)
 class Held:
-    """A tensor of each rank, of this shape: its own one, or with ``alike`` one that all ranks hold."""
+    """A tensor of each rank, of this shape: its own one, or with ``alike`` one that all ranks hold; or a weight."""
 
     shape: tuple[int, ...]
     alike: bool = False
+    is_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,26 +101,29 @@ class Case:
     axis: str = "tp"
 
 
-def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[..., Any]) -> list[Any]:
+def on_ranks(fw: Backend, case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[..., Any]) -> list[Any]:
     """``work(rank, leaves, outputs)`` of each rank, whose inputs are ``values`` of it."""
-    world = World(paddle, **{case.axis: case.num_ranks})
+    world = World(fw.library, **{case.axis: case.num_ranks})
 
     def on_rank(number: int) -> Any:
         collectives = world.ranks[number]
         rank = Rank(
             number,
-            TensorParallelRegion(OPS, number, case.num_ranks, case.sequence_dim, collectives, regathers=case.regathers),
-            ExpertRegion(OPS, number, case.num_ranks, collectives),
-            SplitWeights(),
+            TensorParallelRegion(
+                fw.ops, number, case.num_ranks, case.sequence_dim, collectives, regathers=case.regathers
+            ),
+            ExpertRegion(fw.ops, number, case.num_ranks, collectives),
+            fw.split_weights(),
         )
-        leaves = [paddle.to_tensor(value, stop_gradient=False) for value in values[number]]
+        pairs = zip(case.inputs, values[number], strict=True)
+        leaves = [fw.weight(value) if held.is_weight else fw.leaf(value) for held, value in pairs]
         made = case.function(rank, *leaves)
-        return work(rank, leaves, [made] if isinstance(made, paddle.Tensor) else list(made))
+        return work(rank, leaves, [made] if isinstance(made, fw.library.Tensor) else list(made))
 
     return world.run(on_rank)
 
 
-def sides(case: Case, seed: int = 5) -> tuple[float, float]:
+def sides(fw: Backend, case: Case, seed: int = 5) -> tuple[float, float]:
     """``<J x, y>`` and ``<x, J^T y>``, of generic values in which no symmetry could hide a mistake."""
     generator = np.random.default_rng(seed)
 
@@ -95,7 +135,7 @@ def sides(case: Case, seed: int = 5) -> tuple[float, float]:
         return list(zip(*(drawn(held.shape, alike=held.alike) for held in case.inputs), strict=True))
 
     points, directions = of_ranks(), of_ranks()
-    shapes = on_ranks(case, points, lambda rank, leaves, made: [tuple(one.shape) for one in made])
+    shapes = on_ranks(fw, case, points, lambda rank, leaves, made: [tuple(one.shape) for one in made])
     weights = [[generator.standard_normal(shape) for shape in of_rank] for of_rank in shapes]
     if case.outputs_alike:
         weights = [weights[0]] * case.num_ranks
@@ -105,9 +145,9 @@ def sides(case: Case, seed: int = 5) -> tuple[float, float]:
         return [[a + sign * STEP * x for a, x in zip(at, along, strict=True)] for at, along in pairs]
 
     def values(rank: Rank, leaves: Sequence[Any], made: Sequence[Any]) -> list[np.ndarray]:
-        return [one.numpy() for one in made]
+        return [fw.numpy(one) for one in made]
 
-    ahead, behind = (on_ranks(case, moved(sign), values) for sign in (1.0, -1.0))
+    ahead, behind = (on_ranks(fw, case, moved(sign), values) for sign in (1.0, -1.0))
     pushed = sum(
         float((((a - b) / (2 * STEP)) * y).sum())
         for number in range(1 if case.outputs_alike else case.num_ranks)
@@ -115,12 +155,12 @@ def sides(case: Case, seed: int = 5) -> tuple[float, float]:
     )
 
     def pull(rank: Rank, leaves: Sequence[Any], made: Sequence[Any]) -> list[np.ndarray]:
-        products = [(one * paddle.to_tensor(y)).sum() for one, y in zip(made, weights[rank.number], strict=True)]
+        products = [(one * fw.tensor(y)).sum() for one, y in zip(made, weights[rank.number], strict=True)]
         for output in reversed(products) if case.in_turn else [sum(products[1:], products[0])]:
             rank.weights.backward(output, None).accumulate()
-        return [np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves]
+        return [fw.gradient(leaf) for leaf in leaves]
 
-    gradients = on_ranks(case, points, pull)
+    gradients = on_ranks(fw, case, points, pull)
     for held, of_rank in zip(case.inputs, zip(*gradients, strict=True), strict=True):
         if held.alike:
             for other in of_rank[1:]:
@@ -134,8 +174,8 @@ def sides(case: Case, seed: int = 5) -> tuple[float, float]:
     return pushed, pulled
 
 
-def agrees(case: Case) -> bool:
+def agrees(fw: Backend, case: Case) -> bool:
     """Whether the two sides are equal, but for what central differences cost."""
-    pushed, pulled = sides(case)
+    pushed, pulled = sides(fw, case)
     assert abs(pushed) > 1e-3, f"{case.name}: the test would not see a gradient of zero"
     return abs(pulled - pushed) <= 1e-7 * abs(pushed) + 1e-9
