@@ -1,4 +1,4 @@
-"""Problems of a plan before they have a location in a file, and texts for their messages.
+"""Problems of a plan before they have a location in a file, and texts and groups for their messages.
 
 Validators do not know the line of a key; they report a ``Problem`` with the
 path of the key, and loading converts it to a ``Finding`` with line and column.
@@ -10,9 +10,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a plan: ``("cost", "forward_us", 2)``."""
@@ -112,6 +115,14 @@ def listed(items: Sequence[object], last: str = "or") -> str:
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key; keys and values are in the order of the pairs."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def runs(values: Sequence[object]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError, even_costs, stages_of
 from pipeproof.specs.plan import PlanSpec
 
@@ -279,9 +280,7 @@ def assigned(schedule: Schedule, placement: Sequence[Sequence[int]]) -> Schedule
         UnfitSizesError: the placement does not put together the stages that a rank of the schedule holds.
     """
     own = stages_of(schedule.programs)
-    free: dict[tuple[int, ...], list[int]] = {}
-    for rank, stages in enumerate(own):
-        free.setdefault(stages, []).append(rank)
+    free = grouped((stages, rank) for rank, stages in enumerate(own))
     order = []
     for rank, wanted in enumerate(placement):
         ranks = free.get(tuple(sorted(wanted)))

@@ -6,7 +6,6 @@ are corrected, as medians and quartiles over all ranks and counted steps.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Location, RuleDoc
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
 from pipeproof.diagnostics.yaml_tree import parse_text, read_model
 from pipeproof.specs.exact_times import MAX_TIME_US
@@ -314,8 +314,6 @@ def spread_of(form: type[_Spread], times_ns: Sequence[int], /, **others: object)
 
 def by_size(samples: Iterable[tuple[int, int]]) -> tuple[SizedSpread, ...]:
     """Return the spread of each size in samples of (bytes, nanoseconds)."""
-    times: dict[int, list[int]] = defaultdict(list)
-    for num_bytes, time_ns in samples:
-        times[num_bytes].append(time_ns)
-    spreads = (spread_of(SizedSpread, of_size, bytes=size) for size, of_size in sorted(times.items()))
+    times = sorted(grouped(samples).items())
+    spreads = (spread_of(SizedSpread, of_size, bytes=size) for size, of_size in times)
     return tuple(spread for spread in spreads if spread is not None)

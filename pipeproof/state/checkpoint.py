@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.byte_ranges import Bits, ByteRange, RangeReader, bits_dtype
 from pipeproof.state.regions import Region, TilingFault, flat_regions, intersect, tiling_fault
@@ -162,9 +163,7 @@ def _whole_regions_tile(shape: Sequence[int], shards: Sequence[Shard]) -> bool:
 
     All plans shard so, and this is a fast check.
     """
-    ranges: dict[Region, list[tuple[int, int]]] = {}
-    for shard in shards:
-        ranges.setdefault(Region(shard.offsets, shard.extents), []).append(shard.flat or (0, prod(shard.extents)))
+    ranges = grouped((Region(shard.offsets, shard.extents), shard.flat or (0, prod(shard.extents))) for shard in shards)
     for region, flat in ranges.items():
         ends = [(0, 0), *sorted(flat), (region.numel, region.numel)]
         if any(held[1] != next_one[0] for held, next_one in pairwise(ends)):

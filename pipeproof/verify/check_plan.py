@@ -10,6 +10,7 @@ from typing import Any
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp, code_order
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.diagnostics.source import SourceMap
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.schedule.op_table import NONE, OpGraph
@@ -226,9 +227,7 @@ class _Search:
 
     def __init__(self, subject: Subject, findings: Sequence[Finding]) -> None:
         self._subject, self._findings = subject, findings
-        self._of_code: dict[str, list[int]] = {}
-        for index, finding in enumerate(findings):
-            self._of_code.setdefault(finding.code, []).append(index)
+        self._of_code = grouped((finding.code, index) for index, finding in enumerate(findings))
         self._first: dict[tuple[str, Keys], dict[Hashable, int]] = {}
 
     def root(self, index: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeproof.diagnostics.finding import ExampleKind, Finding, OpsWitness, RuleDoc
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import KIND_CODE, Op, OpKind
@@ -144,9 +145,7 @@ def _check_doubled(subject: Subject) -> Iterator[Finding]:
     twice = np.any([column > 1 for column in count.values()], axis=0)
     mixed = (count[_B] > 0) & ((count[_I] > 0) | (count[_W] > 0))
     for entry in np.flatnonzero(twice | mixed).tolist():
-        by_kind: dict[OpKind, list[int]] = {}
-        for op_id in table.ops(entry):
-            by_kind.setdefault(graph.ops[op_id].kind, []).append(op_id)
+        by_kind = grouped((graph.ops[op_id].kind, op_id) for op_id in table.ops(entry))
         doubles = [ids for ids in by_kind.values() if len(ids) > 1]
         if mixed[entry]:
             doubles.append([i for kind, ids in by_kind.items() if kind is not _F for i in ids])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.verify.declared_facts import RngDraw, RngFacts, RngRegion
 from pipeproof.verify.subject import Rule, Subject
 
@@ -281,9 +282,7 @@ def _check_ranks(subject: Subject) -> Iterator[Finding]:
 
 def _check_agreement(rng: RngFacts, regions: dict[str, RngRegion], draws: list[RngDraw]) -> Iterator[Finding]:
     """Draws of one stream have one key."""
-    streams: dict[object, list[RngDraw]] = {}
-    for draw in draws:
-        streams.setdefault(_stream(rng, regions, draw), []).append(draw)
+    streams = grouped((_stream(rng, regions, draw), draw) for draw in draws)
     for together in streams.values():
         for one, other in pairwise(together):
             if one.key != other.key:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, KIND_CODE, OpKind
@@ -125,9 +126,7 @@ class Events:
         receives = [int(self.receive[i]) for i in items if self.receive[i] != NONE]
         gathers = sorted({int(self.gather[i]) for i in items if self.gather[i] != NONE})
         copies = 1 if places is None else int(places.copies[self.graph.rank[(receives or gathers)[0]]])
-        by_rank: dict[int, list[int]] = {}
-        for receive in receives:
-            by_rank.setdefault(int(self.graph.rank[receive]), []).append(receive)
+        by_rank = grouped((int(self.graph.rank[receive]), receive) for receive in receives)
         joined = tuple(self._joined(gathers, by_rank, copies)) if gathers else None
         for selected in by_rank.values():
             sender = int(self.graph.rank[self.graph.match[selected[0]]])

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.diagnostics.problems import ranges_text, runs
+from pipeproof.diagnostics.problems import grouped, ranges_text, runs
 from pipeproof.diagnostics.units import size_text, time_text, unit_name, unit_of
 from pipeproof.sim.memory_curve import GIB, PARTS, STATES, MemoryCurve
 from pipeproof.sim.simulate import Simulation
@@ -100,9 +100,7 @@ def _assumptions(lowered: LoweredPlan) -> str:
 
 def _alike(curves: Sequence[MemoryCurve]) -> list[list[int]]:
     """Ranks with equal peaks, at equal times and of equal parts, in order."""
-    groups: dict[object, list[int]] = {}
-    for rank, curve in enumerate(curves):
-        groups.setdefault((curve.peak_at_us, *curve.make_up.values()), []).append(rank)
+    groups = grouped(((curve.peak_at_us, *curve.make_up.values()), rank) for rank, curve in enumerate(curves))
     return list(groups.values())
 
 

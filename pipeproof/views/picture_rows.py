@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor, log10
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.ops import Op
 from pipeproof.sim.timeline import Timeline
 
@@ -21,9 +22,7 @@ class RankRow:
 
 def rows_of(timeline: Timeline) -> list[RankRow]:
     """One row per ``pp`` coordinate if its ranks all compute alike, else one per rank."""
-    by_pp: dict[int, list[int]] = {}
-    for rank, coords in enumerate(timeline.ranks):
-        by_pp.setdefault(coords["pp"], []).append(rank)
+    by_pp = grouped((coords["pp"], rank) for rank, coords in enumerate(timeline.ranks))
     alike = all(len({_what_runs(timeline, rank) for rank in ranks}) == 1 for ranks in by_pp.values() if len(ranks) > 1)
     if not alike:
         return [RankRow(f"rank {rank}", (rank,)) for rank in range(len(timeline.ranks))]

@@ -25,6 +25,7 @@ from pipeproof.analysis.align.array_digests import (
 from pipeproof.analysis.align.operations import Surroundings
 from pipeproof.analysis.align.read_record import Values
 from pipeproof.analysis.align.record_format import Recorded
+from pipeproof.diagnostics.problems import grouped
 
 
 class Family(StrEnum):
@@ -171,9 +172,7 @@ def _equal_rows(x: Array, y: Array) -> str:
 
 def _permutation(x: Array, y: Array) -> list[int] | None:
     """For each slice of ``x`` which slice of ``y`` it is, if each is one."""
-    places: dict[bytes, list[int]] = {}
-    for row in reversed(range(len(y))):
-        places.setdefault(np.ascontiguousarray(y[row]).tobytes(), []).append(row)
+    places = grouped((np.ascontiguousarray(y[row]).tobytes(), row) for row in reversed(range(len(y))))
     slices = [np.ascontiguousarray(piece).tobytes() for piece in x]
     if Counter(slices) != Counter({piece: len(rows) for piece, rows in places.items()}):
         return None

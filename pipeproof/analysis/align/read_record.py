@@ -31,6 +31,7 @@ from pipeproof.analysis.align.record_format import (
     value_name,
     values_file,
 )
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.foreign_text import MALFORMED, ForeignTextError, decode_json, open_foreign, open_foreign_text
 
 MAX_LINE = 2**24
@@ -208,10 +209,7 @@ class RankRecords:
             numbers = {step.step for step in steps}
             if len(numbers) > 1:
                 raise AlignmentError(f"{self.file}: ranks are at different steps: {sorted(numbers)}")
-            by_key: dict[str, list[Recorded]] = {}
-            for step in steps:
-                for tensor in step.tensors:
-                    by_key.setdefault(tensor.key, []).append(tensor)
+            by_key = grouped((tensor.key, tensor) for step in steps for tensor in step.tensors)
             tensors = [_joined(parts) for parts in by_key.values()]
             tensors.sort(key=lambda t: (bool(t.parameter), t.micro_batch, t.direction == "backward", t.time))
             with_loss = next((step for step in steps if step.loss is not None), steps[0])

@@ -20,6 +20,7 @@ from itertools import groupby, zip_longest
 from statistics import median
 
 from pipeproof.analysis.compare.timeline_files import TimedOp, TimelineFile
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.sim.timeline import COMPUTE_QUEUE
 
@@ -202,9 +203,7 @@ def _extent(ops: Sequence[TimedOp]) -> Fraction:
 
 def _kinds(pairs: Sequence[PairedOp]) -> Iterator[KindErrors]:
     """The errors of each kind, in the order of the kinds."""
-    groups: dict[OpKind, list[PairedOp]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.a.op.kind, []).append(pair)
+    groups = grouped((pair.a.op.kind, pair) for pair in pairs)
     for kind in (kind for kind in OpKind if kind in groups):
         group = groups[kind]
         errors, starts = [pair.duration_error for pair in group], [pair.start_error for pair in group]
@@ -238,8 +237,8 @@ def _divergences(
 
 
 def _orders(ops: Sequence[TimedOp]) -> dict[tuple[int, str], list[TimedOp]]:
-    queues: dict[tuple[int, str], list[TimedOp]] = {}
-    for op in sorted(ops, key=lambda op: (op.start, op.order)):
-        if op.op.kind in _IN_EVERY_FILE:
-            queues.setdefault((op.rank, op.queue), []).append(op)
-    return queues
+    return grouped(
+        ((op.rank, op.queue), op)
+        for op in sorted(ops, key=lambda op: (op.start, op.order))
+        if op.op.kind in _IN_EVERY_FILE
+    )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
 from pipeproof.analysis.sweep.sweep_points import Sweep
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.diagnostics.units import time_text
 
 if TYPE_CHECKING:
@@ -98,9 +99,7 @@ def setting_text(value: Any) -> str:
 
 def _render_refusals(refused: Sequence[PointResult], console: Console) -> None:
     """A line for each code or kind of failure, with the first point that has it."""
-    groups: dict[tuple[Status, str], list[PointResult]] = {}
-    for result in refused:
-        groups.setdefault((result.status, result.code or ""), []).append(result)
+    groups = grouped(((result.status, result.code or ""), result) for result in refused)
     for (status, code), group in list(groups.items())[:_MOST_REFUSALS]:
         first = group[0]
         settings = ", ".join(f"{key}={setting_text(value)}" for key, value in first.settings.items())

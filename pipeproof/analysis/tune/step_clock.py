@@ -17,6 +17,7 @@ from pipeproof.analysis.tune.critical_path import CriticalPath, critical_path
 from pipeproof.analysis.tune.recut import num_blocks
 from pipeproof.comm.generated_schedule import stage_costs
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.schedule.programs import Schedule, StageCosts, Time, Timed, asap, most_held
@@ -125,9 +126,7 @@ def simulated_clock(lowered: LoweredPlan) -> Clock:
     ]
     denominators = {time.denominator for _, *times in computations for time in times}
     ticks_per_us = lcm(latency.denominator, *denominators)
-    by_rank: dict[int, list[tuple[int, int]]] = {}
-    for rank, start, end in computations:
-        by_rank.setdefault(rank, []).append((int(start * ticks_per_us), int(end * ticks_per_us)))
+    by_rank = grouped((rank, (int(start * ticks_per_us), int(end * ticks_per_us))) for rank, start, end in computations)
     first = {coords["pp"]: rank for rank, coords in reversed([*enumerate(timeline.ranks)])}
     mine = [by_rank.get(first[pp], []) for pp in range(len(lowered.programs))]
     timed = Timed(

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pipeproof.atomic_write import atomic_write
 from pipeproof.diagnostics.finding import Finding, PipeproofError
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.job_files import Job
@@ -57,9 +58,7 @@ def hosts_of(machines: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
 
     Hosts of one name get its number among them, as in ``node.2``.
     """
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, machine in enumerate(machines):
-        ranks.setdefault(machine, []).append(rank)
+    ranks = grouped((machine, rank) for rank, machine in enumerate(machines))
     named: dict[str, int] = {}
     hosts = []
     for (name, _), own in ranks.items():

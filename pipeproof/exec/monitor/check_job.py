@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import WaitGraph, absence_finding, cycle_finding, minority, ranks_text
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
@@ -249,9 +250,7 @@ def _has(analysis: Analysis, divergence: Divergence, disagreement: Disagreement)
 
 
 def _digests_differ(analysis: Analysis, divergence: Divergence) -> tuple[tuple[int, ...], Finding]:
-    forms: dict[int, list[int]] = {}
-    for rank, value in sorted(divergence.digests.items()):
-        forms.setdefault(value, []).append(rank)
+    forms = grouped((value, rank) for rank, value in sorted(divergence.digests.items()))
     last = divergence.different - 1
     since = f"#{last}" if divergence.agreed == last else f"one of #{divergence.agreed} to #{last}"
     sides = " and ".join(ranks_text(ranks) for ranks in forms.values())

@@ -10,11 +10,11 @@ look alike.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, minority
 from pipeproof.exec.monitor.job import ProcessState
@@ -160,9 +160,7 @@ def _difference(communicator: RasCommunicator, op: str, numbers: _Numbers) -> It
 
 def _cause(differences: Sequence[_Difference]) -> tuple[Kind, tuple[int, ...]]:
     """Return the ranks behind that wait for nobody; of ranks that left the common order, the few of them."""
-    by_communicator: dict[str, list[_Difference]] = defaultdict(list)
-    for each in differences:
-        by_communicator[each.communicator].append(each)
+    by_communicator = grouped((each.communicator, each) for each in differences)
     for group in by_communicator.values():
         ahead = {rank for each in group for rank in each.ahead}
         behind = {rank for each in group for rank in each.behind}

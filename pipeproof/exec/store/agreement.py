@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.exec.store.store import (
     AnsweringStore,
     Store,
@@ -253,9 +254,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _by_rank(values: Sequence[Any]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(_json(value), []).append(rank)
+    groups = grouped((_json(value), rank) for rank, value in enumerate(values))
     return ", ".join(f"{_short(text)} on {_ranks_text(ranks)}" for text, ranks in groups.items())
 
 
@@ -279,9 +278,7 @@ def _error_content(error: Exception) -> dict[str, Any]:
 def _common_error(failed: dict[int, dict[str, Any]], num_ranks: int) -> PipelineError:
     """The error that every rank raises: without ranks where all have the same one."""
     failed = {rank: content for rank, content in failed.items() if not content.get("is_echo")} or failed
-    ranks: dict[str, list[int]] = {}
-    for rank, content in failed.items():
-        ranks.setdefault(content["error"], []).append(rank)
+    ranks = grouped((content["error"], rank) for rank, content in failed.items())
     first, is_everywhere = next(iter(failed.values())), len(ranks) == 1 and len(failed) == num_ranks
     prefixed = "\n".join(f"{_ranks_text(numbers)}: {text}" for text, numbers in ranks.items())
     error = PipelineError(first["error"] if is_everywhere else prefixed)

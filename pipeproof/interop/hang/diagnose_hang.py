@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeproof.diagnostics.finding import Finding, ProgramExcerpt, Severity
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, cycle_finding, ranks_text, wait_lines
 from pipeproof.interop.hang.collective_matches import disagreements, match_entries
@@ -193,9 +193,7 @@ class _Waits:
 
     def never_issued(self, absent: Sequence[int]) -> Iterator[Finding]:
         """Find PP933: one for the ranks that did not come to the same operations."""
-        together: dict[tuple[_Node, ...], list[int]] = defaultdict(list)
-        for rank in absent:
-            together[tuple(self.graph.waiters((rank, _NOTHING)))].append(rank)
+        together = grouped((tuple(self.graph.waiters((rank, _NOTHING))), rank) for rank in absent)
         for ranks in together.values():
             lines = [f"rank {rank} issued {_last_text(self.by_rank[rank])}" for rank in ranks[:_MOST_NAMED]]
             nodes = {rank: (rank, _NOTHING) for rank in ranks}

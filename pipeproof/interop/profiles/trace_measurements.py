@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.interop.profiles.op_ranges import OpRange, RankSteps, StepRanges, steps_of_trace
 from pipeproof.interop.profiles.profile_codes import not_assigned
 from pipeproof.interop.profiles.rank_trace import NamedRange, RankTrace, Work, union_ns
@@ -179,10 +180,7 @@ class _TraceReader:
 
     def transfers(self, step: StepRanges, ids: Sequence[int], ops: Sequence[Op]) -> Iterator[tuple[int, _TransferEnd]]:
         """Yield the op id and the end of each transfer of a step of which exactly one was recorded."""
-        planned: dict[Op, list[int]] = defaultdict(list)
-        for op_id in ids:
-            if ops[op_id].kind in TRANSFER_KINDS - META_KINDS:
-                planned[ops[op_id]].append(op_id)
+        planned = grouped((ops[op_id], op_id) for op_id in ids if ops[op_id].kind in TRANSFER_KINDS - META_KINDS)
         seen: Counter[Op] = Counter()
         for each in step.others:
             op = each.ops[0]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.stages.common.backend_ops import Tensor, Weight
 from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.synthetic import initial_weight
@@ -153,9 +154,7 @@ class StageWeights:
         self.parameters: dict[str, Weight] = {
             parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
         }
-        self._names_of: dict[str, list[str]] = {}
-        for name in self.parameters:
-            self._names_of.setdefault(name.rpartition(".")[0], []).append(name)
+        self._names_of = grouped((name.rpartition(".")[0], name) for name in self.parameters)
         self._borrowed: dict[tuple[str, str], BorrowedWeight] = {}
         available = {**lent, **self.parameters}
         for layer in layers:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.problems import nearest_name
+from pipeproof.diagnostics.problems import grouped, nearest_name
 from pipeproof.state.aoa.statements import IDS, STAR, Name, Program, Statement, count_faults
 from pipeproof.state.state_codes import NO_EFFECT, UNKNOWN_TENSOR, AoaError
 
@@ -319,10 +319,7 @@ def ids_text(ids: Ids) -> str:
 
 def by_form(names: Iterable[str]) -> dict[str, list[str]]:
     """Group names that differ by numbers only."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_COUNTED.sub("0", name), []).append(name)
-    return groups
+    return grouped((_COUNTED.sub("0", name), name) for name in names)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

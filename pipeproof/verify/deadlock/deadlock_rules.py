@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeproof.comm.channel_models import MODELS, ChannelModel, queue_text
 from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, ProgramExcerpt, RuleDoc, Severity
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import OpGraph
@@ -41,9 +42,7 @@ _SMALL_GAP = 2
 def cycle_witness(subject: Subject, ops: Sequence[int]) -> CycleWitness:
     """A cycle with the stretches of its ranks' programs."""
     graph = subject.graph
-    by_rank: dict[int, list[int]] = {}
-    for op_id in ops:
-        by_rank.setdefault(int(graph.rank[op_id]), []).append(op_id)
+    by_rank = grouped((int(graph.rank[op_id]), op_id) for op_id in ops)
     number = {op_id: position for position, op_id in enumerate(ops, start=1)}
     return CycleWitness(
         tuple(subject.witness_op(op_id) for op_id in ops),
@@ -393,12 +392,8 @@ def _in_one_order(subject: Subject) -> str:
 
 def models_text(models: Sequence[ChannelModel]) -> str:
     """Text of models, those with the same completions together: ``one FIFO per rank or pair at rendezvous``."""
-    completions: dict[str, list[str]] = {}
-    for model in models:
-        completions.setdefault(queue_text(model.queue), []).append(model.completion_text)
-    queues: dict[tuple[str, ...], list[str]] = {}
-    for queue, texts in completions.items():
-        queues.setdefault(tuple(texts), []).append(queue)
+    completions = grouped((queue_text(model.queue), model.completion_text) for model in models)
+    queues = grouped((tuple(texts), queue) for queue, texts in completions.items())
     return "; ".join(f"one FIFO per {_or(names)} {_or(texts)}" for texts, names in queues.items())
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.columns import REDUCTIONS
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
@@ -63,10 +64,7 @@ class Model:
     @cached_property
     def parameters_of(self) -> Mapping[int, tuple[int, ...]]:
         """Indices of the parameters that have a copy on each stage, in their order."""
-        result: dict[int, list[int]] = {}
-        for i, parameter in enumerate(self.facts.parameters):
-            for stage in parameter.stages:
-                result.setdefault(stage, []).append(i)
+        result = grouped((stage, i) for i, parameter in enumerate(self.facts.parameters) for stage in parameter.stages)
         return {stage: tuple(indices) for stage, indices in result.items()}
 
     def settled(self, rank: int, stage: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeproof.comm.plan_context import Mesh
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.columns import COMPUTE_QUEUE, REDUCTIONS, WRITE
 from pipeproof.schedule.derive import BoolColumn, is_kind, packed
 from pipeproof.schedule.op_table import NONE, Group, IntColumn, OpGraph
@@ -79,9 +80,7 @@ class Grid:
         if axis not in self._lines:
             others = [self.coords[:, i] for i, name in enumerate(self.axes) if name != axis]
             keys = packed(*others) if others else np.zeros(len(self.coords), dtype=np.int64)
-            lines: dict[int, list[int]] = {}
-            for rank, key in enumerate(keys.tolist()):
-                lines.setdefault(key, []).append(rank)
+            lines = grouped((key, rank) for rank, key in enumerate(keys.tolist()))
             self._lines[axis] = keys, lines
         return self._lines[axis]
 
@@ -104,10 +103,7 @@ def guessed_grid(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], needed: 
 
     An axis of ``needed`` that no group has is folded, its size a name.
     """
-    held: dict[int, list[int]] = {}
-    for stage, ranks in stages.items():
-        for rank in ranks:
-            held.setdefault(rank, []).append(stage)
+    held = grouped((rank, stage) for stage, ranks in stages.items() for rank in ranks)
     codes = {key: code for code, key in enumerate(sorted({tuple(v) for v in held.values()}))}
     columns = {"pp": [codes.get(tuple(held.get(rank, ())), len(codes)) for rank in range(graph.num_ranks)]}
     sizes = {"pp": Coefficient.of(len(codes))}
@@ -198,9 +194,7 @@ class GradientHistories:
     @cached_property
     def by_stage(self) -> Mapping[int, tuple[int, ...]]:
         """The histories of each stage."""
-        result: dict[int, list[int]] = {}
-        for history, stage in enumerate(self.stage.tolist()):
-            result.setdefault(stage, []).append(history)
+        result = grouped((stage, history) for history, stage in enumerate(self.stage.tolist()))
         return {stage: tuple(histories) for stage, histories in result.items()}
 
     @cached_property

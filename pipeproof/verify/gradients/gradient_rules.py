@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeproof.comm.step_end_rows import norm_axes, num_weights
 from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.gradients.diagnose import diagnose
@@ -192,10 +193,7 @@ def _check(doc: RuleDoc) -> Callable[[Subject], Iterator[Finding]]:
     cause = Cause(doc.code)
 
     def check(subject: Subject) -> Iterator[Finding]:
-        groups: dict[tuple[str, ...], list[Problem]] = {}
-        for problem in subject.once(diagnose):
-            if problem.cause is cause:
-                groups.setdefault(problem.key, []).append(problem)
+        groups = grouped((problem.key, problem) for problem in subject.once(diagnose) if problem.cause is cause)
         for problems in groups.values():
             yield _finding(subject, doc, problems)
 

@@ -16,6 +16,7 @@ from math import prod
 import numpy as np
 
 from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.stages.describe.index_map import NOWHERE, Difference, IndexMap, differences
@@ -260,10 +261,7 @@ class _Gathers:
 
     def findings(self) -> Iterator[Finding]:
         """One for each thing that is wrong, with the first of the places where it is."""
-        wrong: dict[str, list[tuple[int, list[int]]]] = {}
-        for step in self._steps.tolist():
-            for fact, ops in self._of_step(step):
-                wrong.setdefault(fact, []).append((step, ops))
+        wrong = grouped((fact, (step, ops)) for step in self._steps.tolist() for fact, ops in self._of_step(step))
         for fact, places in wrong.items():
             step, ops = places[0]
             rank = int(self._graph.rank[step])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import (
     COLLECTIVE_KINDS,
@@ -168,9 +168,7 @@ _Lane = tuple[int, bool, str]
 def _tracks(relations: Relations, shown: Sequence[int]) -> dict[tuple[_Lane, int], list[int]]:
     """(lane, depth) to spans in order of time, none of which overlap."""
     spans = relations.spans
-    by_lane: dict[_Lane, list[int]] = defaultdict(list)
-    for i in shown:
-        by_lane[spans[i].rank, spans[i].queue != COMPUTE_QUEUE, spans[i].queue].append(i)
+    by_lane = grouped(((spans[i].rank, spans[i].queue != COMPUTE_QUEUE, spans[i].queue), i) for i in shown)
     tracks: dict[tuple[_Lane, int], list[int]] = {}
     for lane, mine in by_lane.items():
         # what is longer comes first: what runs inside of it is drawn over it

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.plan_layers import stage_name
 from pipeproof.exec.train.stage_boundaries import LeafSpec
@@ -78,9 +79,7 @@ def described_layers(number: int, stage: nn.Module, layers: CutLayers | None) ->
     if layers is None:
         weights = {name: (name, weight) for name, weight in trained(stage).items()}
         return [_described(stage_name(number), type(unwrapped(stage)).__name__, weights)]
-    users: dict[int, list[tuple[int, str]]] = {}
-    for name, weight in trained(stage, repeats=True).items():
-        users.setdefault(id(weight), []).append(layers.locate(name))
+    users = grouped((id(weight), layers.locate(name)) for name, weight in trained(stage, repeats=True).items())
     owned: list[dict[str, tuple[str, nn.Parameter]]] = [{} for _ in layers.names]
     shared: list[list[str]] = [[] for _ in layers.names]
     for name, weight in trained(stage).items():

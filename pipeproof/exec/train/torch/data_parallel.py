@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.channel_groups import OrderedSums, ScriptGroup
@@ -286,9 +287,7 @@ def _buckets(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
     They do not depend on which weights have gradients, which may differ between the replicas.
     """
-    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-    for weight in weights:
-        by_type.setdefault(weight.dtype, []).append(weight)
+    by_type = grouped((weight.dtype, weight) for weight in weights)
     for same in by_type.values():
         bucket: list[nn.Parameter] = []
         for weight in same:

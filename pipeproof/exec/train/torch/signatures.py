@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import TrainedPlan, forward_plan, sized_plan
 from pipeproof.exec.train.stage_boundaries import Boundaries
@@ -306,10 +307,7 @@ def require_same_digests(by_rank: Sequence[Mapping[str, str]]) -> None:
         PipelineError: names the argument, and the ranks by digest.
     """
     for name in dict.fromkeys(name for digests in by_rank for name in digests):
-        ranks: dict[str, list[int]] = {}
-        for rank, digests in enumerate(by_rank):
-            if name in digests:
-                ranks.setdefault(digests[name], []).append(rank)
+        ranks = grouped((digests[name], rank) for rank, digests in enumerate(by_rank) if name in digests)
         if len(ranks) > 1:
             shown = ", ".join(f"digest {digest} on ranks {numbers}" for digest, numbers in ranks.items())
             raise PipelineError.reported(
