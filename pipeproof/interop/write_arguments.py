@@ -11,6 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.interop.importers.check_imported import load_imported
 from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.megatron.flags import PLAN_KEYS
 from pipeproof.interop.importers.model_parts import flags_of_parts, type_of_parts
 from pipeproof.interop.importers.model_sizes import MODEL_NAMES
 from pipeproof.specs.load_plan import plan_from_dict
@@ -208,11 +210,9 @@ def megatron_script(spec: PlanSpec) -> str:
 
 def _model(spec: PlanSpec) -> Iterator[Sequence[str]]:
     model = spec.gpt
-    yield "--num-layers", str(model.num_layers)
-    yield "--hidden-size", str(model.hidden_size)
-    yield "--num-attention-heads", str(model.num_heads)
-    yield "--ffn-hidden-size", str(model.ffn_size)
-    yield "--seq-length", str(model.seq_length)
+    yield from _given(
+        spec, "--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--seq-length"
+    )
     yield "--max-position-embeddings", str(model.seq_length)
     if model.unpadded_vocab_size is None:
         yield "--vocab-size", str(model.vocab_size), "--make-vocab-size-divisible-by", "1"
@@ -220,10 +220,12 @@ def _model(spec: PlanSpec) -> Iterator[Sequence[str]]:
         yield "--vocab-size", str(model.unpadded_vocab_size), "--padded-vocab-size", str(model.vocab_size)
     if model.num_kv_heads is not None:
         yield "--group-query-attention", "--num-query-groups", str(model.num_kv_heads)
-    if model.head_size is not None:
-        yield "--kv-channels", str(model.head_size)
+    yield from _given(spec, "--kv-channels")
     if model.mla is not None:
-        yield from _latent_attention(spec)
+        yield ("--multi-latent-attention",)
+        yield from _given(
+            spec, "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"
+        )
     if not model.tied_embedding:
         yield ("--untie-embeddings-and-output-weights",)
     yield from flags_of_parts(model)
@@ -233,28 +235,21 @@ def _model(spec: PlanSpec) -> Iterator[Sequence[str]]:
     if model.moe is not None:
         yield from _experts(spec)
     if model.mtp is not None:
-        yield "--mtp-num-layers", str(model.mtp.num_modules)
-        yield "--mtp-loss-scaling-factor", f"{model.mtp.loss_weight:g}"
+        yield from _given(spec, "--mtp-num-layers", "--mtp-loss-scaling-factor")
 
 
-def _latent_attention(spec: PlanSpec) -> Iterator[Sequence[str]]:
-    mla = spec.gpt.mla
-    assert mla is not None
-    yield ("--multi-latent-attention",)
-    if mla.q_rank is not None:
-        yield "--q-lora-rank", str(mla.q_rank)
-    yield "--kv-lora-rank", str(mla.kv_rank)
-    yield "--qk-head-dim", str(mla.nope_head_size)
-    yield "--qk-pos-emb-head-dim", str(mla.rope_head_size)
-    yield "--v-head-dim", str(mla.value_head_size)
+def _given(spec: PlanSpec, *flags: str) -> Iterator[Sequence[str]]:
+    """Yield flags with the values of their keys; those of a key that is null are left out."""
+    for flag in flags:
+        value = reduce(getattr, map(str, PLAN_KEYS[flag]), spec)
+        if value is not None:
+            yield flag, f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _experts(spec: PlanSpec) -> Iterator[Sequence[str]]:
     moe = spec.gpt.moe
     assert moe is not None
-    yield "--num-experts", str(moe.num_experts)
-    yield "--moe-router-topk", str(moe.top_k)
-    yield "--moe-ffn-hidden-size", str(moe.ffn_size)
+    yield from _given(spec, "--num-experts", "--moe-router-topk", "--moe-ffn-hidden-size")
     yield "--moe-token-dispatcher-type", {"all_to_all": "alltoall", "all_gather": "allgather"}[moe.dispatcher]
     if moe.num_shared_experts:
         yield "--moe-shared-expert-intermediate-size", str(moe.num_shared_experts * moe.ffn_size)
@@ -263,27 +258,27 @@ def _experts(spec: PlanSpec) -> Iterator[Sequence[str]]:
     if moe.router_dtype is not None:
         yield "--moe-router-dtype", moe.router_dtype.replace("float", "fp")
     if moe.score != "softmax":
-        yield "--moe-router-score-function", moe.score
+        yield from _given(spec, "--moe-router-score-function")
     if moe.routed_scale != 1.0:
-        yield "--moe-router-topk-scaling-factor", f"{moe.routed_scale:g}"
+        yield from _given(spec, "--moe-router-topk-scaling-factor")
     if moe.aux_loss:
-        yield "--moe-aux-loss-coeff", f"{moe.aux_loss:g}"
+        yield from _given(spec, "--moe-aux-loss-coeff")
     if moe.z_loss:
-        yield "--moe-z-loss-coeff", f"{moe.z_loss:g}"
+        yield from _given(spec, "--moe-z-loss-coeff")
     if moe.expert_bias_rate is not None:
         yield "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", f"{moe.expert_bias_rate:g}"
 
 
 def _parallelism(spec: PlanSpec) -> Iterator[Sequence[str]]:
     topology = spec.topology
-    yield "--tensor-model-parallel-size", str(topology.tp)
+    yield from _given(spec, "--tensor-model-parallel-size")
     if topology.sequence_parallel:
         yield ("--sequence-parallel",)
-    yield "--pipeline-model-parallel-size", str(topology.pp)
+    yield from _given(spec, "--pipeline-model-parallel-size")
     if topology.cp > 1:
-        yield "--context-parallel-size", str(topology.cp)
+        yield from _given(spec, "--context-parallel-size")
     if topology.ep > 1:
-        yield "--expert-model-parallel-size", str(topology.ep)
+        yield from _given(spec, "--expert-model-parallel-size")
         yield "--expert-tensor-parallel-size", str(topology.tp)
     if topology.order == ("tp", "cp", "pp", "ep", "dp"):
         yield ("--use-tp-pp-dp-mapping",)
@@ -296,11 +291,9 @@ def _schedule(spec: PlanSpec) -> Iterator[Sequence[str]]:
     if spec.stages is not None and spec.num_stages > 1:
         yield "--pipeline-model-parallel-layout", layout_string(stage_layers(spec))
     elif schedule.num_chunks > 1:
-        yield "--num-virtual-stages-per-pipeline-rank", str(schedule.num_chunks)
-    if schedule.micro_batch_group_size is not None:
-        yield "--microbatch-group-size-per-virtual-pipeline-stage", str(schedule.micro_batch_group_size)
+        yield from _given(spec, "--num-virtual-stages-per-pipeline-rank")
+    yield from _given(spec, "--microbatch-group-size-per-virtual-pipeline-stage", "--micro-batch-size")
     batch = topology.dp * topology.ep * schedule.num_micro_batches * schedule.micro_batch_size
-    yield "--micro-batch-size", str(schedule.micro_batch_size)
     yield "--global-batch-size", str(batch)
     if schedule.reduce_gradients == "when_ready":
         yield ("--overlap-grad-reduce",)

@@ -15,7 +15,7 @@ from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import IgnoredSetting
-from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, concerns_parallelism
+from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, PLAN_KEYS, concerns_parallelism
 from pipeproof.interop.importers.megatron.launch_script import BLOCKS, READ, Argument, Script, ScriptError, read_script
 
 
@@ -305,37 +305,39 @@ class FlagReader:
             self.refuse(f"{flag} needs a number, found `{text}`", self.arguments.flags[flag].value_location)
         return value
 
-    def degree(self, flag: str, key: KeyPath) -> int:
+    def degree(self, flag: str) -> int:
         """Return an integer that the verdict depends on, and set it: ``--set``, else the flag, else 1.
 
         Raises:
             PlanFileError: PP170, it is no integer, or only a run determines it.
         """
-        number = self.given_degree(flag, key)
+        number = self.given_degree(flag)
         if number is None:
             return 1
-        self.take(flag, key, number)
+        self.put(flag, number)
         return number
 
-    def given_degree(self, flag: str, key: KeyPath) -> int | None:
-        """Return the integer that ``--set``, else the flag, gives for a key; None without one.
+    def given_degree(self, flag: str) -> int | None:
+        """Return the integer that ``--set``, else the flag, gives for the flag's key; None without one.
 
         Raises:
             PlanFileError: PP170, it is no integer, or only a run determines it.
         """
+        key = PLAN_KEYS[flag]
         if key in self.draft:
             return count(self.draft, *map(str, key))
         setting = self.setting(flag)
         if setting is not None and setting.values and setting.value is None:
-            self.refuse(
-                f"the value of {flag} is {setting.why}",
-                setting.location,
-                f"give it with `--set {dotted(key)}=N`",
-            )
+            fix = f"give it with `--set {dotted(key)}=N`"
+            self.refuse(f"the value of {flag} is {setting.why}", setting.location, fix)
         number = self.number(flag)
         if number is not None and number > MAX_RANKS and setting is not None:
             self.refuse(f"{flag} is more than {MAX_RANKS}, which a plan does not have", setting.value_location)
         return number
+
+    def put(self, flag: str, value: object) -> None:
+        """Set the plan key that a flag has in ``PLAN_KEYS``."""
+        self.take(flag, PLAN_KEYS[flag], value)
 
     def take(self, flag: str, key: KeyPath, value: object) -> None:
         """Set a plan value from the flag."""

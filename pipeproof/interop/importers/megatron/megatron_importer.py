@@ -74,7 +74,7 @@ def _import(reader: FlagReader, tool: Tool) -> None:
     if not arguments.has_all:
         check_counts(reader)
     check_choices(reader)
-    tp, pp = reader.degree(_TP, ("topology", "tp")), reader.degree(_PP, ("topology", "pp"))
+    tp, pp = reader.degree(_TP), reader.degree(_PP)
     _import_topology(reader, tp)
     check_contradictions(reader)
     import_model(reader, tp=tp, pp=pp)
@@ -90,7 +90,7 @@ def _import(reader: FlagReader, tool: Tool) -> None:
 
 
 def _import_topology(reader: FlagReader, tp: int) -> None:
-    reader.degree(_CP, ("topology", "cp"))
+    reader.degree(_CP)
     if reader.has(_SP) and tp == 1:
         reader.draft.ignore(_SP, "Megatron-LM turns it off without tensor parallelism", reader.location(_SP))
     elif reader.has(_SP):
@@ -103,12 +103,11 @@ def _mtp_modules(reader: FlagReader, tool: Tool) -> int:
     flag = "--mtp-num-layers"
     number = reader.number(flag, at_least=0)
     if number:
-        reader.take(flag, ("model", "mtp", "num_modules"), number)
+        reader.put(flag, number)
         weight = reader.real("--mtp-loss-scaling-factor")
         if weight == 0:
-            why, location = "a loss without weight has one here", reader.location("--mtp-loss-scaling-factor")
-            reader.draft.ignore(reader.shown("--mtp-loss-scaling-factor"), why, location)
-        reader.take("--mtp-loss-scaling-factor", ("model", "mtp", "loss_weight"), weight or 0.1)
+            reader.ignore("--mtp-loss-scaling-factor", "a loss without weight has one here")
+        reader.put("--mtp-loss-scaling-factor", weight or 0.1)
         reader.take(flag, ("model", "mtp", "magic_send"), value=True)
     number = count(reader.draft, "model", "mtp", "num_modules", default=0)
     reads = ("model", "mtp", "reads")
@@ -129,11 +128,10 @@ def _import_schedule(reader: FlagReader, pp: int, num_chunks: int) -> None:
         draft.set(("schedule", "kind"), "interleaved", f"{num_chunks} stages on each pipeline rank")
         draft.set(("schedule", "variant"), "megatron", "a training of Megatron-LM")
         draft.set(("schedule", "num_chunks"), num_chunks, "the cut", reader.location(_PP))
-        group = reader.number("--microbatch-group-size-per-virtual-pipeline-stage")
+        flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+        group = reader.number(flag)
         if group is not None:
-            reader.take(
-                "--microbatch-group-size-per-virtual-pipeline-stage", ("schedule", "micro_batch_group_size"), group
-            )
+            reader.put(flag, group)
     else:
         draft.set(("schedule", "kind"), "1f1b", "one stage on each pipeline rank", reader.location(_PP))
 
@@ -147,7 +145,7 @@ def _check_expert_overlap(reader: FlagReader, pp: int, num_chunks: int, num_mtp:
     granularity, recomputed = reader.text("--recompute-granularity"), "--recompute-granularity full"
     conditions = (
         (pp > 1 and num_chunks == 1, f"there is one stage on each of {pp} pipeline ranks", f"give {CHUNKS} 2"),
-        ((reader.given_degree(_EP, ("topology", "ep")) or 1) == 1, f"{_EP} is 1", None),
+        ((reader.given_degree(_EP) or 1) == 1, f"{_EP} is 1", None),
         (granularity == "full", f"{recomputed} is given", None),
         (granularity == "selective" and "moe" in recomputed_modules(reader), f"{MODULES} has moe", "remove it"),
         (num_mtp > 1, f"there are {num_mtp} modules of multi-token prediction, and at most one is supported", None),
@@ -187,7 +185,7 @@ def _import_gathers(reader: FlagReader) -> None:
 def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -> int:
     """Return the number of ranks with their own micro-batches (dp and ep here), from the processes; or assumed."""
     draft = reader.draft
-    ep, cp = reader.given_degree(_EP, ("topology", "ep")) or 1, count(draft, "topology", "cp")
+    ep, cp = reader.given_degree(_EP) or 1, count(draft, "topology", "cp")
     expert_tp = reader.number(_ETP) or tp
     if ("topology", "dp") in draft:
         return count(draft, "topology", "dp") * _expert_parallel(reader, ep, expert_tp, ep, tp)
@@ -222,7 +220,7 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
 def _expert_parallel(reader: FlagReader, ep: int, expert_tp: int, plan_ep: int, tp: int) -> int:
     """Set the plan's expert-parallel ranks, and return their number."""
     if reader.has(_EP):
-        reader.take(_EP, ("topology", "ep"), plan_ep)
+        reader.put(_EP, plan_ep)
     _note_expert_ranks(reader, ep=ep, expert_tp=expert_tp, plan_ep=plan_ep, tp=tp)
     return plan_ep
 
@@ -262,7 +260,7 @@ def _import_rest(reader: FlagReader) -> None:
         reader.take(dtype, ("run", "main_grad_dtype"), "float32")
     norm = reader.real("--clip-grad")
     if norm is None or norm > 0:
-        reader.take("--clip-grad", ("run", "clip_norm"), 1.0 if norm is None else norm)
+        reader.put("--clip-grad", 1.0 if norm is None else norm)
     per_token = reader.has("--calculate-per-token-loss")
     loss = "global_tokens" if per_token else "mean_of_micro_batches"
     reader.take("--calculate-per-token-loss", ("loss", "normalization"), loss)
@@ -362,7 +360,7 @@ def import_batches(reader: FlagReader, data_parallel: int, num_chunks: int) -> N
         why = f"{'only a run determines' if reader.has(_SIZE) else 'there is no'} {_SIZE}"
         draft.assume(("schedule", "micro_batch_size"), 1, why)
     else:
-        reader.take(_SIZE, ("schedule", "micro_batch_size"), size)
+        reader.put(_SIZE, size)
     sequences = count(draft, "schedule", "micro_batch_size") * data_parallel
     key = ("schedule", "num_micro_batches")
     batches = _scheduled(reader)

@@ -14,6 +14,7 @@ from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
+from pipeproof.interop.importers.megatron.flags import PLAN_KEYS
 from pipeproof.interop.importers.megatron.layer_frequency import MAX_ITEMS, FrequencyError, layer_pattern
 from pipeproof.interop.importers.model_parts import LLAMA, NO_BIAS, NORM, POSITIONS, QK_NORM, QKV_BIAS
 from pipeproof.interop.importers.model_sizes import read_model_config
@@ -38,10 +39,10 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
     draft.set(("model", "kind"), "gpt", "a training of Megatron-LM")
     config = _model_config(reader)
     _require_layers(reader, config, pp)
-    hidden = _size(reader, config, "--hidden-size", "hidden_size", 128 * lcm(32, tp))
-    heads = _size(reader, config, "--num-attention-heads", "num_heads", lcm(max(hidden // 128, 1), tp))
-    _size(reader, config, "--num-layers", "num_layers", 4)
-    _size(reader, config, "--seq-length", "seq_length", lcm(4096, 2 * tp * count(draft, "topology", "cp")))
+    hidden = _size(reader, config, "--hidden-size", 128 * lcm(32, tp))
+    heads = _size(reader, config, "--num-attention-heads", lcm(max(hidden // 128, 1), tp))
+    _size(reader, config, "--num-layers", 4)
+    _size(reader, config, "--seq-length", lcm(4096, 2 * tp * count(draft, "topology", "cp")))
     _ffn(reader, config, hidden)
     _vocabulary(reader, config, tp)
     if ("model", "compressed_attention") in config:
@@ -51,18 +52,13 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
         _latent_attention(reader)
     else:
         _heads(reader, hidden, heads)
-    tied = not reader.has("--untie-embeddings-and-output-weights")
     untied = "--untie-embeddings-and-output-weights"
+    tied = not reader.has(untied)
     draft.set(("model", "tied_embedding"), tied, f"no {untied}" if tied else untied, reader.location(untied))
     for flag, keys in _DROPOUT.items():
         probability = reader.real(flag)
         for key in keys:
-            draft.set(
-                ("model", "dropout", key),
-                0.1 if probability is None else probability,
-                reader.shown(flag),
-                reader.location(flag),
-            )
+            reader.take(flag, ("model", "dropout", key), 0.1 if probability is None else probability)
     if reader.has("--num-experts"):
         import_experts(reader)
     if reader.has("--enable-mhc-connections"):
@@ -70,22 +66,20 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
     _import_parts(reader, config)
 
 
-_OF_DEEPSEEK_V4: Final[Mapping[str, KeyPath]] = MappingProxyType(
+_OF_DEEPSEEK_V4: Final = (
+    "--num-experts", "--moe-router-topk", "--moe-ffn-hidden-size", "--moe-router-score-function",
+    "--moe-router-topk-scaling-factor", "--mtp-num-layers", "--q-lora-rank", "--qk-pos-emb-head-dim", "--v-head-dim",
+    "--mhc-num-residual-streams", "--mhc-sinkhorn-iterations",
+)  # fmt: skip
+"""Flags of parts that a configuration of DeepSeek-V4 has."""
+_KEYS_OF_DEEPSEEK_V4: Final[Mapping[str, KeyPath]] = MappingProxyType(
     {
-        "--num-experts": ("moe", "num_experts"),
-        "--moe-router-topk": ("moe", "top_k"),
-        "--moe-ffn-hidden-size": ("moe", "ffn_size"),
-        "--moe-router-score-function": ("moe", "score"),
-        "--moe-router-topk-scaling-factor": ("moe", "routed_scale"),
-        "--mtp-num-layers": ("mtp", "num_modules"),
-        "--q-lora-rank": ("compressed_attention", "q_lora_rank"),
-        "--qk-pos-emb-head-dim": ("compressed_attention", "qk_rope_head_dim"),
-        "--v-head-dim": ("head_size",),
-        "--mhc-num-residual-streams": ("hyper_connections", "streams"),
-        "--mhc-sinkhorn-iterations": ("hyper_connections", "sinkhorn_iterations"),
+        "--q-lora-rank": ("model", "compressed_attention", "q_lora_rank"),
+        "--qk-pos-emb-head-dim": ("model", "compressed_attention", "qk_rope_head_dim"),
+        "--v-head-dim": ("model", "head_size"),
     }
 )
-"""Flags of parts that a configuration of DeepSeek-V4 has, and their keys below ``model``."""
+"""Those that have another key there than for other models."""
 
 
 def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
@@ -94,8 +88,9 @@ def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
     Raises:
         PlanFileError: PP170, a flag of a part has another value, or is of other attention.
     """
-    for flag, path in _OF_DEEPSEEK_V4.items():
-        text, location, config_value = reader.text(flag), reader.location(flag), config.get("model", *path, default=0)
+    for flag in _OF_DEEPSEEK_V4:
+        text, location = reader.text(flag), reader.location(flag)
+        config_value = config.get(*_KEYS_OF_DEEPSEEK_V4.get(flag, PLAN_KEYS[flag]), default=0)
         is_number = text is not None and not isinstance(config_value, str)
         if location is not None and text is not None and (reader.real(flag) if is_number else text) != config_value:
             message = f"{flag} is {text}, and the model's configuration has {config_value}"
@@ -127,12 +122,8 @@ def _streams(reader: FlagReader, pp: int) -> None:
     for is_refused, why in conditions:
         if is_refused:
             reader.megatron_refuses(f"{flag}: {why}", flag)
-    section = ("model", "hyper_connections")
-    for name, key, default in (
-        ("--mhc-num-residual-streams", "streams", 4),
-        ("--mhc-sinkhorn-iterations", "sinkhorn_iterations", 20),
-    ):
-        reader.draft.set((*section, key), reader.number(name) or default, reader.shown(name), reader.location(name))
+    for name, default in (("--mhc-num-residual-streams", 4), ("--mhc-sinkhorn-iterations", 20)):
+        reader.put(name, reader.number(name) or default)
     why = "it divides by sums of rows before those of columns, here after; sizes and work are the same"
     reader.draft.ignore(flag, why, reader.location(flag))
 
@@ -145,16 +136,16 @@ def _model_config(reader: FlagReader) -> Draft:
     return config
 
 
-def _size(reader: FlagReader, config: Draft, flag: str, key: str, default: int) -> int:
+def _size(reader: FlagReader, config: Draft, flag: str, default: int) -> int:
     """Return a size from its flag, from the model's configuration, or assumed."""
-    number = reader.number(flag)
+    number, key = reader.number(flag), PLAN_KEYS[flag]
     if number is not None:
-        reader.take(flag, ("model", key), number)
-    elif ("model", key) in config:
-        reader.draft.set(("model", key), config.get("model", key), f"{key} of the model's configuration")
+        reader.put(flag, number)
+    elif key in config:
+        reader.draft.set(key, config.get(*key), f"{key[-1]} of the model's configuration")
     else:
-        reader.draft.assume(("model", key), default, _why(reader, flag), reader.location(flag))
-    return count(reader.draft, "model", key)
+        reader.draft.assume(key, default, _why(reader, flag), reader.location(flag))
+    return count(reader.draft, *map(str, key))
 
 
 def _require_layers(reader: FlagReader, config: Draft, pp: int) -> None:
@@ -182,7 +173,7 @@ def _ffn(reader: FlagReader, config: Draft, hidden: int) -> None:
     default = hidden * 8 // 3 // 64 * 64 if reader.has("--swiglu") else 4 * hidden
     flag = "--ffn-hidden-size"
     if reader.has(flag) or ("model", "ffn_size") in config:
-        _size(reader, config, flag, "ffn_size", default)
+        _size(reader, config, flag, default)
     else:
         reader.draft.set(("model", "ffn_size"), default, f"no {flag}")
 
@@ -211,23 +202,18 @@ def _vocabulary(reader: FlagReader, config: Draft, tp: int) -> None:
 
 def _heads(reader: FlagReader, hidden: int, heads: int) -> None:
     if reader.has("--group-query-attention"):
-        groups = reader.number("--num-query-groups")
-        reader.take("--num-query-groups", ("model", "num_kv_heads"), 1 if groups is None else groups)
+        reader.put("--num-query-groups", reader.number("--num-query-groups") or 1)
     channels = reader.number("--kv-channels")
     if channels is not None and channels * heads != hidden:
-        reader.take("--kv-channels", ("model", "head_size"), channels)
+        reader.put("--kv-channels", channels)
 
 
 def _latent_attention(reader: FlagReader) -> None:
     if reader.has("--q-lora-rank"):
-        reader.take("--q-lora-rank", ("model", "mla", "q_rank"), reader.number("--q-lora-rank"))
-    for flag, key, default in (
-        ("--kv-lora-rank", "kv_rank", 32),
-        ("--qk-head-dim", "nope_head_size", 128),
-        ("--qk-pos-emb-head-dim", "rope_head_size", 64),
-        ("--v-head-dim", "value_head_size", 128),
-    ):
-        reader.take(flag, ("model", "mla", key), reader.number(flag) or default)
+        reader.put("--q-lora-rank", reader.number("--q-lora-rank"))
+    defaults = {"--kv-lora-rank": 32, "--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128}
+    for flag, default in defaults.items():
+        reader.put(flag, reader.number(flag) or default)
 
 
 def import_experts(reader: FlagReader) -> None:
@@ -236,31 +222,22 @@ def import_experts(reader: FlagReader) -> None:
     Raises:
         PlanFileError: a value cannot be read.
     """
-    draft = reader.draft
-    experts = reader.number("--num-experts", at_least=2)
+    draft, flag = reader.draft, "--num-experts"
+    location, experts = reader.location(flag), reader.number(flag, at_least=2)
     if experts is None:
-        reader.draft.assume(
-            ("model", "moe", "num_experts"),
-            lcm(8, reader.number("--expert-model-parallel-size") or 1),
-            _why(reader, "--num-experts"),
-            reader.location("--num-experts"),
-        )
+        fewest = lcm(8, reader.number("--expert-model-parallel-size") or 1)
+        draft.assume(PLAN_KEYS[flag], fewest, _why(reader, flag), location)
     else:
-        reader.take("--num-experts", ("model", "moe", "num_experts"), experts)
-    reader.take("--moe-router-topk", ("model", "moe", "top_k"), reader.number("--moe-router-topk") or 2)
-    size = reader.number("--moe-ffn-hidden-size")
-    inner = count(draft, "model", "ffn_size") if size is None else size
-    reader.take("--moe-ffn-hidden-size", ("model", "moe", "ffn_size"), inner)
-    shared = reader.number("--moe-shared-expert-intermediate-size", at_least=0)
+        reader.put(flag, experts)
+    reader.put("--moe-router-topk", reader.number("--moe-router-topk") or 2)
+    inner = reader.number("--moe-ffn-hidden-size") or count(draft, "model", "ffn_size")
+    reader.put("--moe-ffn-hidden-size", inner)
+    flag = "--moe-shared-expert-intermediate-size"
+    shared = reader.number(flag, at_least=0)
     if shared:
-        reader.take(
-            "--moe-shared-expert-intermediate-size",
-            ("model", "moe", "num_shared_experts"),
-            max(round(shared / inner), 1),
-        )
+        reader.take(flag, ("model", "moe", "num_shared_experts"), max(round(shared / inner), 1))
         if shared % inner:
             why = f"shared experts have a multiple of the size of others, {inner}, here"
-            flag = "--moe-shared-expert-intermediate-size"
             draft.ignore(flag, why, reader.location(flag))
     _dense_layers(reader)
     dispatcher = dispatcher_of(reader)
@@ -268,9 +245,7 @@ def import_experts(reader: FlagReader) -> None:
         flag = "--moe-token-dispatcher-type"
         setting = reader.shown(flag) if reader.has(flag) else f"no {flag}: Megatron-LM gathers all tokens"
         draft.set(("model", "moe", "dispatcher"), "all_gather", setting, reader.location(flag))
-    draft.set(
-        ("model", "moe", "combine"), "expert", "Megatron-LM sorts tokens by expert", reader.location("--num-experts")
-    )
+    draft.set(("model", "moe", "combine"), "expert", "Megatron-LM sorts tokens by expert", location)
     dtype, flag = reader.text("--moe-router-dtype"), "--moe-router-dtype"
     if dtype is not None and dispatcher == "allgather":
         reader.ignore(flag, "gathered outputs of a router have the usual type here")
@@ -278,16 +253,11 @@ def import_experts(reader: FlagReader) -> None:
         reader.take(flag, ("model", "moe", "router_dtype"), {"fp32": "float32", "fp64": "float64"}[dtype])
     score = reader.text("--moe-router-score-function") or "softmax"
     if score != "softmax":
-        reader.take("--moe-router-score-function", ("model", "moe", "score"), score)
-    factors = {
-        "--moe-aux-loss-coeff": "aux_loss",
-        "--moe-z-loss-coeff": "z_loss",
-        "--moe-router-topk-scaling-factor": "routed_scale",
-    }
-    for flag, key in factors.items():
+        reader.put("--moe-router-score-function", score)
+    for flag in ("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-router-topk-scaling-factor"):
         factor = reader.real(flag)
         if factor is not None:
-            reader.take(flag, ("model", "moe", key), factor)
+            reader.put(flag, factor)
     if reader.has("--moe-router-enable-expert-bias"):
         rate = reader.real("--moe-router-bias-update-rate")
         if rate is None or rate > 0:
@@ -385,10 +355,8 @@ def _activation(reader: FlagReader, *, has_experts: bool) -> None:
     if reader.has("--swiglu") or reader.has("--quick-geglu"):
         return
     if has_experts:
-        reader.draft.ignore(
-            "experts without --swiglu",
-            "experts and MLPs are SwiGLU here: their weights are 1.5 times as many, all else is equal",
-        )
+        why = "experts and MLPs are SwiGLU here: their weights are 1.5 times as many, all else is equal"
+        reader.draft.ignore("experts without --swiglu", why)
         return
     relu = "--squared-relu"
     if reader.has(relu):

@@ -193,7 +193,7 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
 
 def _num_chunks(reader: FlagReader, num_layers: int, pp: int) -> int:
     if reader.has(CHUNKS):
-        return reader.degree(CHUNKS, ("schedule", "num_chunks"))
+        return reader.degree(CHUNKS)
     if not reader.has(PER_CHUNK):
         return 1
     if reader.has(FIRST) or reader.has(LAST):
