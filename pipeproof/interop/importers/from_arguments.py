@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import PlanFileError, SourceMap
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.diagnostics.source import SourceMap
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_values
 from pipeproof.interop.importers.reader import import_flags, import_values
@@ -35,8 +35,7 @@ def from_arguments(arguments: object, kind: str = "megatron", flags: Flags = Fla
         PlanFileError: PP170 if a value cannot be read or the kind is not known, PP171 if the tool refuses the settings.
     """
     if kind not in _KINDS:
-        message = f"`{kind}` has no arguments to read: {', '.join(_KINDS)} have"
-        raise PlanFileError(UNREADABLE.finding(message, _HERE))
+        raise unreadable(f"`{kind}` has no arguments to read: {', '.join(_KINDS)} have", _HERE)
     return repeatable(partial(_KINDS[kind], _attributes(arguments)), flags)
 
 
@@ -46,8 +45,7 @@ def _megatron(values: Mapping[str, Any], flags: Flags) -> Imported:
 
 def _megatron_bridge(values: Mapping[str, Any], flags: Flags) -> Imported:
     if not _attributes(values.get("model")):
-        message = "the configuration has no `model`: give the whole ConfigContainer"
-        raise PlanFileError(UNREADABLE.finding(message, _HERE))
+        raise unreadable("the configuration has no `model`: give the whole ConfigContainer", _HERE)
     return import_values(BRIDGE, tree_of(dict(_leaves(values, "")), SourceMap(_SOURCE, ())), flags)
 
 
@@ -55,8 +53,7 @@ def _torchtitan(values: Mapping[str, Any], flags: Flags) -> Imported:
     """The sections of a ``Trainer.Config`` (torchtitan, commit b5bcd76: config/configs.py)."""
     data = {name: dict(_attributes(values.get(name))) for name in ("parallelism", "training", "model")}
     if not data["parallelism"]:
-        message = "the configuration has no `parallelism`: give the whole configuration of the trainer"
-        raise PlanFileError(UNREADABLE.finding(message, _HERE))
+        raise unreadable("the configuration has no `parallelism`: give the whole configuration of the trainer", _HERE)
     spec = _attributes(values.get("model_spec"))
     layers = _attributes(spec.get("model")).get("layers")
     if isinstance(spec.get("name"), str):

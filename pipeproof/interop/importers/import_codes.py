@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
-from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.diagnostics.finding import ExampleKind, Location, RuleDoc
+from pipeproof.diagnostics.source import PlanFileError, SourceMap
 
 UNREADABLE = RuleDoc(
     code="PP170",
@@ -133,6 +133,13 @@ UNDECIDED = RuleDoc(
 )
 
 
+def unreadable(
+    message: str, location: Location | None = None, help: str | None = None, source: SourceMap | None = None
+) -> PlanFileError:  # fmt: skip
+    """Return the error PP170."""
+    return PlanFileError(UNREADABLE.finding(message, location, help), source=source)
+
+
 def one_file(files: Sequence[Path], what: str, help: str | None = None) -> Path:
     """Return the only file of an import; ``what`` is what it is, such as ``a schedule is one file``.
 
@@ -140,7 +147,7 @@ def one_file(files: Sequence[Path], what: str, help: str | None = None) -> Path:
         PlanFileError: PP170, there is another number of files.
     """
     if len(files) != 1:
-        raise PlanFileError(UNREADABLE.finding(f"{what}, found {len(files)}", help=help))
+        raise unreadable(f"{what}, found {len(files)}", help=help)
     return files[0]
 
 

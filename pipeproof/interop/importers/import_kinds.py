@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import PlanFileError, read_text
+from pipeproof.diagnostics.source import read_text
 from pipeproof.foreign_text import NOT_READ, OF_OTHER_TRAINERS
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
     Raises:
         PlanFileError: a file cannot be read, or does not form a plan; with locations.
     """
-    from pipeproof.interop.importers.import_codes import PYTHON, UNREADABLE
+    from pipeproof.interop.importers.import_codes import PYTHON, unreadable
 
     for file in files:
         if file.suffix == ".py":
@@ -81,13 +81,13 @@ def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
                 fix = 'call `strategy.save_to_prototxt("strategy.prototxt")` where the strategy is made, then run\n'
                 fix += "`pipeproof check --from fleet strategy.prototxt`"
             message = PYTHON if fix is None else PYTHON.split(":")[0]
-            raise PlanFileError(UNREADABLE.finding(message, Location(str(file)), fix))
+            raise unreadable(message, Location(str(file)), fix)
         text = read_text(str(file)) if file.suffix in _VALUES else ""
         foreign = OF_OTHER_TRAINERS.search(text)
         if foreign is not None:
             looks, _, fix = f"this looks like {NOT_READ}".partition(": ")
             line = text.count("\n", 0, foreign.end()) + 1
-            raise PlanFileError(UNREADABLE.finding(looks, Location(str(file), line), fix))
+            raise unreadable(looks, Location(str(file), line), fix)
     from pipeproof.interop.importers.imported import repeatable
 
     return repeatable(partial(KINDS[kind].load(), files), flags)

@@ -9,10 +9,10 @@ from typing import Any
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value
-from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.source import SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.draft import Draft
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.model_parts import PART_NAMES, take_parts
 from pipeproof.specs.compressed_attention import YarnSpec
 
@@ -78,7 +78,7 @@ def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
             continue
         if type(value) is not expected_type:
             message = f"`{name}` must be {'true or false' if expected_type is bool else 'an integer'}, found "
-            raise PlanFileError(UNREADABLE.finding(message + describe_value(value), location))
+            raise unreadable(message + describe_value(value), location)
         draft.set(("model", *path), value, name, location)
     take_parts(draft, values)
 
@@ -109,7 +109,7 @@ def read_mapping(name: str, prefix: str = "") -> tuple[dict[str, Any], SourceMap
         return tree.data, tree.source
     else:
         message, location = f"a mapping of keys is expected, found {describe_value(tree.data)}", Location(name)
-    raise PlanFileError(UNREADABLE.finding(prefix + message, location), source=tree.source)
+    raise unreadable(prefix + message, location, source=tree.source)
 
 
 def assume_model(draft: Draft, num_stages: int) -> None:
@@ -120,8 +120,8 @@ def assume_model(draft: Draft, num_stages: int) -> None:
     tp, cp, ep = (draft.number("topology", axis, default=1) for axis in ("tp", "cp", "ep"))
     num_empty = sum(draft.number("model", "empty_layers", end, default=0) for end in ("head", "tail"))
     heads = draft.number("model", "num_heads", default=4 if 4 % tp == 0 else tp)
+    draft.set(("model", "kind"), "gpt", "the family of the model")
     assumed: list[tuple[KeyPath, object]] = [
-        (("kind",), "gpt"),
         (("num_layers",), _num_layers(num_stages, num_empty)),
         (("num_heads",), heads),
         (("hidden_size",), 64 * heads),
@@ -136,10 +136,7 @@ def assume_model(draft: Draft, num_stages: int) -> None:
         rank = (("kv_rank", 64), ("nope_head_size", 32), ("rope_head_size", 16), ("value_head_size", 32))
         assumed += [(("mla", key), value) for key, value in rank]
     for path, value in assumed:
-        if path == ("kind",):
-            draft.set(("model", "kind"), value, "the family of the model")
-        else:
-            draft.assume(("model", *path), value, why)
+        draft.assume(("model", *path), value, why)
 
 
 def _num_layers(num_stages: int, num_empty: int) -> int:

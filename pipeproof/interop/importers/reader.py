@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import describe_value
-from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.source import SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.import_codes import UNREADABLE, one_file
+from pipeproof.interop.importers.import_codes import one_file, unreadable
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_block, has_block
 from pipeproof.interop.importers.megatron.flag_values import (
@@ -72,7 +72,7 @@ def _import_tree(tool: Tool, tree: Tree, options: Flags) -> Imported:
     if not any(map(tree.has, tool.marks)):
         shown = " or ".join(f"`{mark}`" for mark in tool.marks)
         message = f"{shown}, by which {tool.name} is known, is not here"
-        raise PlanFileError(UNREADABLE.finding(message, Location(tree.source.file)), source=tree.source)
+        raise unreadable(message, Location(tree.source.file), source=tree.source)
     return import_values(tool, tree, options)
 
 
@@ -102,7 +102,7 @@ def _command(tool: Tool, path: Path, text: str) -> Tree:
     command = next((command for command in script.commands if tool.entry.search(_words(command))), None)
     if command is None:
         message = f"no command here starts a training of {tool.name} with Megatron-Core"
-        raise PlanFileError(UNREADABLE.finding(message, Location(source.file), "give the script that starts it"))
+        raise unreadable(message, Location(source.file), "give the script that starts it")
     require_evaluated(command, source)
     return tree_of(_overrides(command) | _launched(command), source)
 
@@ -153,18 +153,13 @@ def _yaml_arguments(text: str, name: str) -> Arguments:
     source = tree.source
     problem = next((problem for problem in tree.problems if not _repeats_alike(problem, source)), None)
     if problem is not None:
-        raise PlanFileError(UNREADABLE.finding(problem.message, problem.location), source=source)
+        raise unreadable(problem.message, problem.location, source=source)
     model_args = tree.data["MODEL_ARGS"] if isinstance(tree.data, dict) else None
     if not isinstance(model_args, dict) or not model_args:
-        location = source.locate(("MODEL_ARGS",))
         message = f"`MODEL_ARGS` must be a mapping of flags to values, found {describe_value(model_args)}"
-        raise PlanFileError(UNREADABLE.finding(message, location), source=source)
-    flags = {}
-    for flag, value in model_args.items():
-        setting = _setting(str(flag), value, source)
-        if setting is not None:
-            flags[setting.name] = setting
-    return Arguments(name, source.lines, flags, {})
+        raise unreadable(message, source.locate(("MODEL_ARGS",)), source=source)
+    settings = (_setting(str(flag), value, source) for flag, value in model_args.items() if value != "")
+    return Arguments(name, source.lines, {setting.name: setting for setting in settings}, {})
 
 
 def _repeats_alike(problem: Finding, source: SourceMap) -> bool:
@@ -176,13 +171,9 @@ def _repeats_alike(problem: Finding, source: SourceMap) -> bool:
     return first is not None and source.lines[first.line - 1].partition(":")[2].strip() == value.strip()
 
 
-def _setting(flag: str, value: Any, source: SourceMap) -> Setting | None:
-    """Return a flag with its values; None for one that the tests leave out."""
+def _setting(flag: str, value: Any, source: SourceMap) -> Setting:
+    """Return a flag with its values; an empty one, which the tests leave out, has none."""
     path = ("MODEL_ARGS", flag)
-    key: Location = source.locate(path, key=True)
-    location = source.locate(path)
-    if value == "":
-        return None
     text = " ".join(str(value).split())
     values: tuple[str, ...]
     if value is True or text == "true":
@@ -191,4 +182,5 @@ def _setting(flag: str, value: Any, source: SourceMap) -> Setting | None:
         values = tuple(text[1:-1].split())
     else:
         values = (text,)
-    return Setting(f"--{flag.removeprefix('--').replace('_', '-')}", values, key, location)
+    name = f"--{flag.removeprefix('--').replace('_', '-')}"
+    return Setting(name, values, source.locate(path, key=True), source.locate(path))

@@ -10,10 +10,10 @@ from typing import Any, Final, TypeAlias
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, shortened
-from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.source import LINE_BREAK, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.foreign_text import ForeignTextError, decode_toml
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.model_sizes import read_mapping
 
 
@@ -126,7 +126,7 @@ def read_tree(path: Path) -> Tree:
     data, source = read_mapping(str(path))
     if "defaults" in data:
         message = "the base files of `defaults` are not read: give the configuration with all its values"
-        raise PlanFileError(UNREADABLE.finding(message, source.locate(("defaults",))), source=source)
+        raise unreadable(message, source.locate(("defaults",)), source=source)
     return tree_of_data(data, source)
 
 
@@ -157,8 +157,8 @@ def read_toml(path: Path) -> Tree:
             location = Location(name, int(match[1]), int(match[2]))
         elif "end of document" in message:
             location = Location(name, len(lines), 1)
-        finding = UNREADABLE.finding(f"no valid TOML: {_AT.sub('', message).strip()}", location)
-        raise PlanFileError(finding, source=SourceMap(name, lines)) from error
+        message = f"no valid TOML: {_AT.sub('', message).strip()}"
+        raise unreadable(message, location, source=SourceMap(name, lines)) from error
     keys = dict(_locations(name, lines))
     return tree_of_data(data, SourceMap(name, lines, keys, keys))
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting, is_off
 from pipeproof.interop.importers.megatron.flags import DECIDES, FLAGS_BY_NAME, NEGATED
 from pipeproof.interop.importers.megatron.layer_frequency import literal_list
@@ -28,12 +29,7 @@ _RESOLVED: Final = frozenset({"num_layers_per_virtual_pipeline_stage", "decoder_
 """Arguments that another argument of the block follows from."""
 
 _LAYOUT, _CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
-_DEFAULTS: Final = frozenset(
-    {
-        ("num_distributed_optimizer_instances", "1"),
-        ("main_grads_dtype", "torch.float32"),
-    }
-)
+_DEFAULTS: Final = frozenset({("num_distributed_optimizer_instances", "1"), ("main_grads_dtype", "torch.float32")})
 """Values of arguments that a plan does not show, at which they change nothing."""
 
 
@@ -74,7 +70,7 @@ def _arguments(settings: Iterable[tuple[str, Setting]], source: SourceMap, begin
             flags.update(_flags(argument, setting))
     if "--pipeline-model-parallel-size" not in flags:
         message = "the arguments that begin here have no pipeline_model_parallel_size"
-        raise PlanFileError(UNREADABLE.finding(message, begin), source=source)
+        raise unreadable(message, begin, source=source)
     if _LAYOUT in flags:
         flags.pop(_CHUNKS, None)
     return Arguments(source.file, source.lines, flags, {}, world_size=world_size or None, has_all=True)
@@ -82,28 +78,18 @@ def _arguments(settings: Iterable[tuple[str, Setting]], source: SourceMap, begin
 
 def _lines(lines: tuple[str, ...], begin: int, name: str) -> Iterator[tuple[str, Setting]]:
     """Yield the arguments of the block that begins at a line, each as a setting with its text."""
+    source = SourceMap(name, lines)
     for number, line in enumerate(lines[begin:], start=begin + 1):
         if _END.search(line):
             return
-        match = _LINE.search(line)
+        match, whole = _LINE.search(line), Location(name, number)
         if match is None or (len(match["name"]) + len(match["dots"]) != _NAME_AND_DOTS and match["dots"]):
-            message, location = (
-                "this line of the block of arguments is no argument with a value",
-                Location(name, number),
-            )
-            raise PlanFileError(UNREADABLE.finding(message, location), source=SourceMap(name, lines))
-        whole = Location(name, number)
-        yield (
-            match["name"],
-            Setting(
-                match["name"], (match["value"],), whole.part(*match.span("name")), whole.part(*match.span("value"))
-            ),
-        )
-    message = "the block of arguments that begins here has no end"
-    raise PlanFileError(
-        UNREADABLE.finding(message, Location(name, begin), "give the whole log of the rank that prints it"),
-        source=SourceMap(name, lines),
-    )
+            message = "this line of the block of arguments is no argument with a value"
+            raise unreadable(message, whole, source=source)
+        places = whole.part(*match.span("name")), whole.part(*match.span("value"))
+        yield match["name"], Setting(match["name"], (match["value"],), *places)
+    fix = "give the whole log of the rank that prints it"
+    raise unreadable("the block of arguments that begins here has no end", Location(name, begin), fix, source)
 
 
 def _flags(argument: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
@@ -111,7 +97,7 @@ def _flags(argument: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
     text = setting.value or ""
     negated = NEGATED.get(argument)
     if negated is not None and text == "False":
-        yield negated, _renamed(setting, negated, ())
+        yield negated, replace(setting, name=negated, values=())
     flag = FLAGS_BY_NAME.get(argument)
     if flag is None and (is_off(text) or (argument in names_of(MEGATRON) and argument not in DECIDES)):
         return
@@ -127,8 +113,4 @@ def _flags(argument: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
         values = tuple(map(str, literal_list(text) or (text,)))
     else:
         values = (text,)
-    yield flag, _renamed(setting, flag, values)
-
-
-def _renamed(setting: Setting, flag: str, values: tuple[str | None, ...]) -> Setting:
-    return Setting(flag, values, setting.location, setting.value_location)
+    yield flag, replace(setting, name=flag, values=values)

@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import count, misspelt
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import IgnoredSetting
 from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader, Setting, is_off
 from pipeproof.interop.importers.megatron.flags import (
@@ -108,12 +107,9 @@ def check_contradictions(reader: FlagReader) -> None:
         (has("--bf16") and has("--fp16"), "--fp16", "it is given with --bf16"),
         (has("--fp8-format") and has("--fp4-format"), "--fp4-format", "it is given with --fp8-format"),
         *((is_selective and has(flag), flag, f"it is given with {selective}") for flag in (_METHOD, _LAYERS)),
-        (
-            length is not None and cp > 1 and length % (2 * cp) != 0,
-            "--seq-length",
-            f"{length} is no multiple of 2 x --context-parallel-size {cp}",
-        ),
-    )
+        (cp > 1 and (length or 0) % (2 * cp) != 0, "--seq-length",
+         f"{length} is no multiple of 2 x --context-parallel-size {cp}"),
+    )  # fmt: skip
     gathers, sequence = "--overlap-param-gather", "--sequence-parallel"
     missing = (
         *((is_full and not has(flag), _GRANULARITY, f"full needs {flag}") for flag in (_METHOD, _LAYERS)),
@@ -122,12 +118,9 @@ def check_contradictions(reader: FlagReader) -> None:
             for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce")
         ),
         (has("--tp-comm-overlap") and not is_sharded, "--tp-comm-overlap", f"it needs {sequence} and several tp ranks"),
-        (
-            has("--num-experts") and tp > 1 and not is_sharded,
-            "--num-experts",
-            f"with several tp ranks it needs {sequence}",
-        ),
-    )
+        (has("--num-experts") and tp > 1 and not is_sharded, "--num-experts",
+         f"with several tp ranks it needs {sequence}"),
+    )  # fmt: skip
     arguments = reader.arguments
     knows_all = not arguments.has_all and all(None not in setting.values for setting in arguments.flags.values())
     for is_refused, flag, why in (*excluded, *(missing if knows_all else ())):
@@ -157,7 +150,7 @@ def refuse_other_programs(arguments: Arguments) -> None:
     """
     if _NO_TRAINING.search(arguments.program):
         message = f"`{arguments.program}` trains nothing, and plans are of trainings"
-        raise PlanFileError(UNREADABLE.finding(message, Location(arguments.file)))
+        raise unreadable(message, Location(arguments.file))
 
 
 def refuse_misspelt(reader: FlagReader, tool: Tool) -> None:

@@ -13,7 +13,7 @@ from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, dotted
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
-from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
+from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE, unreadable
 from pipeproof.interop.importers.imported import IgnoredSetting
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, PLAN_KEYS, concerns_parallelism
 from pipeproof.interop.importers.megatron.launch_script import BLOCKS, READ, Argument, Script, ScriptError, read_script
@@ -93,10 +93,10 @@ def _no_command(script: Script, source: SourceMap) -> PlanFileError:
     hidden = next((command for command in script.in_blocks if _score(command)), None)
     if hidden is not None:
         message = "the command with flags of Megatron-LM is in a block, which is not evaluated"
-        return PlanFileError(UNREADABLE.finding(message, hidden[0].location, BLOCKS), source=source)
+        return unreadable(message, hidden[0].location, BLOCKS, source)
     fix = "give the script that starts the training, or a file with its flags"
     message = "no command here has flags of Megatron-LM"
-    return PlanFileError(UNREADABLE.finding(message, Location(source.file), fix), source=source)
+    return unreadable(message, Location(source.file), fix, source)
 
 
 def script_of(text: str, name: str, preset: Mapping[str, str] = MappingProxyType({})) -> tuple[Script, SourceMap]:
@@ -109,7 +109,7 @@ def script_of(text: str, name: str, preset: Mapping[str, str] = MappingProxyType
     try:
         return read_script(text, name, preset), source
     except ScriptError as error:
-        raise PlanFileError(UNREADABLE.finding(f"{error}", error.location, error.help), source=source) from error
+        raise unreadable(f"{error}", error.location, error.help, source) from error
 
 
 def require_evaluated(command: Sequence[Argument], source: SourceMap) -> None:
@@ -122,7 +122,7 @@ def require_evaluated(command: Sequence[Argument], source: SourceMap) -> None:
     if word is not None:
         shown = f"{word.why}" if word.text is None else f"`{word.text}` only where the block at line {word.block} runs"
         message = f"a word of the command is {shown}"
-        raise PlanFileError(UNREADABLE.finding(message, word.location, BLOCKS), source=source)
+        raise unreadable(message, word.location, BLOCKS, source)
 
 
 def _without_blocks(
@@ -220,10 +220,8 @@ def _notes(
 ) -> Iterator[tuple[str, Location]]:
     """Notes about script parts that only a run decides."""
     for word in script.unread:
-        yield (
-            f"the settings of `{word.text or word.why}` are not read: there is no such file next to the script",
-            word.location,
-        )
+        name = word.text or word.why
+        yield f"the settings of `{name}` are not read: there is no such file next to the script", word.location
     for candidate in candidates:
         if candidate is not chosen:
             yield "another command with flags of Megatron-LM begins here: ignored", candidate[0].location
@@ -255,6 +253,10 @@ class FlagReader:
         """Return the location of a flag."""
         setting = self.setting(flag)
         return None if setting is None else setting.location
+
+    def place(self, flag: str) -> Location:
+        """Return the location of a flag, or the file of the arguments without it."""
+        return self.location(flag) or Location(self.arguments.file)
 
     def shown(self, flag: str) -> str:
         """Return the flag with its value, for messages."""
@@ -366,5 +368,4 @@ class FlagReader:
         Raises:
             PlanFileError: always, PP171.
         """
-        location = self.location(flag) or Location(self.arguments.file)
-        self.refuse(f"Megatron-LM refuses this: {message}", location, help, code=REFUSED)
+        self.refuse(f"Megatron-LM refuses this: {message}", self.place(flag), help, code=REFUSED)

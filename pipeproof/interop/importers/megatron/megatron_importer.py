@@ -6,7 +6,6 @@ import re
 from math import gcd, lcm
 from typing import Final
 
-from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNDECIDED
@@ -193,22 +192,16 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
     fewest = lcm(tp * pp * cp * (ep if is_set else 1), expert_tp * ep * pp)
     num_processes = draft.flags.world_size or arguments.world_size or _launched(arguments, fewest)
     world = num_processes or fewest
-    for ranks, names, flag in (
-        (tp * pp * cp, "tp x pp x cp", _PP),
-        (expert_tp * ep * pp, "expert tp x ep x pp", _EP),
-    ):
+    products = (tp * pp * cp, "tp x pp x cp", _PP), (expert_tp * ep * pp, "expert tp x ep x pp", _EP)
+    for ranks, names, flag in products:
         if world % ranks:
-            reader.megatron_refuses(
-                f"{world} processes do not divide by {names} = {ranks}", flag, "give `--world-size N`"
-            )
+            message = f"{world} processes do not divide by {names} = {ranks}"
+            reader.megatron_refuses(message, flag, "give `--world-size N`")
     data_parallel = world // (tp * pp * cp)
     plan_ep = ep if is_set else gcd(ep, data_parallel)
     if data_parallel % plan_ep:
-        reader.refuse(
-            f"topology.ep {plan_ep} does not divide the {data_parallel} data-parallel ranks of {world} processes",
-            reader.location(_EP) or reader.location(_PP) or Location(arguments.file),
-            "give the processes of the whole training with `--world-size N`",
-        )
+        message = f"topology.ep {plan_ep} does not divide the {data_parallel} data-parallel ranks of {world} processes"
+        reader.refuse(message, reader.location(_EP) or reader.place(_PP), _FIX)
     if num_processes is None:
         why = f"the number of processes is unknown, and {world} are the fewest for these degrees: `--world-size N`"
         draft.assume(("topology", "dp"), data_parallel // plan_ep, why)
@@ -218,24 +211,18 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
 
 
 def _expert_parallel(reader: FlagReader, ep: int, expert_tp: int, plan_ep: int, tp: int) -> int:
-    """Set the plan's expert-parallel ranks, and return their number."""
+    """Set the plan's expert-parallel ranks, and return their number.
+
+    What the plan shows otherwise is listed: experts over ranks of one replica, or over fewer tensor-parallel ranks.
+    """
     if reader.has(_EP):
         reader.put(_EP, plan_ep)
-    _note_expert_ranks(reader, ep=ep, expert_tp=expert_tp, plan_ep=plan_ep, tp=tp)
-    return plan_ep
-
-
-def _note_expert_ranks(reader: FlagReader, *, ep: int, expert_tp: int, plan_ep: int, tp: int) -> None:
-    """List what the plan shows otherwise: experts over ranks of one replica, or over fewer tensor-parallel ranks."""
     if plan_ep != ep:
-        why = (
-            f"experts are over {ep} ranks of which {plan_ep} have their own micro-batches; here they are over those "
-            f"{plan_ep}, and sharded over the {tp} tp ranks"
-        )
-        reader.ignore(_EP, why)
+        why = f"experts are over {ep} ranks of which {plan_ep} have their own micro-batches; here they are over those "
+        reader.ignore(_EP, f"{why}{plan_ep}, and sharded over the {tp} tp ranks")
     elif expert_tp != tp and reader.has("--num-experts"):
-        why = f"experts are sharded over all {tp} tp ranks here"
-        reader.ignore(_ETP, why)
+        reader.ignore(_ETP, f"experts are sharded over all {tp} tp ranks here")
+    return plan_ep
 
 
 def _launched(arguments: Arguments, fewest: int) -> int | None:
@@ -422,8 +409,9 @@ def _note_other_steps(reader: FlagReader, batches: tuple[int, ...], sequences: i
         message = f"{least} micro-batches in the first steps, where interleaved stages need {pp}, the pipeline ranks"
         reader.megatron_refuses(message, _STEPS)
     if others:
-        why = f"{checked}; give `--set schedule.num_micro_batches={others[0]}` to check the first steps"
-        reader.ignore(_STEPS, why)
+        reader.ignore(
+            _STEPS, f"{checked}; give `--set schedule.num_micro_batches={others[0]}` to check the first steps"
+        )
     if reader.has(_RAMP):
-        location: Location | None = reader.location(_RAMP)
-        draft.ignore(_RAMP, f"{checked}, those with the whole {_TOTAL}; current versions ignore the flag", location)
+        why = f"{checked}, those with the whole {_TOTAL}; current versions ignore the flag"
+        draft.ignore(_RAMP, why, reader.location(_RAMP))

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.draft import MAX_LAYERS, stages_of
 from pipeproof.interop.importers.import_codes import REFUSED
 from pipeproof.interop.importers.megatron.flag_values import MAX_RANKS, FlagReader
@@ -65,12 +64,11 @@ def check_layout(
     """
     flat = [entry for stage in stages for entry in stage]
     end = max(length - 1, 0)
-    for letter, module, expected in (("E", "embedding", 1), ("L", "loss", 1)):
+    for letter, module in (("E", "embedding"), ("L", "loss")):
         matches = [entry for entry in flat if entry.letter == letter]
-        if len(matches) != expected:
-            raise LayoutError(
-                f"the {module} `{letter}` appears {len(matches)} times, and must appear once", _fault(matches, end)
-            )
+        if len(matches) != 1:
+            message = f"the {module} `{letter}` appears {len(matches)} times, and must appear once"
+            raise LayoutError(message, matches[1].at if len(matches) > 1 else end)
     if flat[0].letter != "E":
         raise LayoutError(f"the layout begins with `{flat[0].letter}`, and the embedding `E` must be first", flat[0].at)
     if flat[-1].letter != "L":
@@ -84,9 +82,8 @@ def check_layout(
     if late is not None:
         raise LayoutError("a transformer layer follows a module `m`, which must come after all of them", late.at)
     if len(stages) % pp:
-        raise LayoutError(
-            f"the layout has {len(stages)} stages, which do not divide by --pipeline-model-parallel-size {pp}", 0, end
-        )
+        message = f"the layout has {len(stages)} stages, which do not divide by --pipeline-model-parallel-size {pp}"
+        raise LayoutError(message, 0, end)
     holders = {index for index, stage in enumerate(stages) if any(entry.letter == "m" for entry in stage)}
     if len(holders) > 1 or (holders and min(holders) < len(stages) - pp):
         at = flat[modules[0]].at
@@ -99,10 +96,6 @@ def check_layout(
             min(before + 1, end),
             help="Megatron-LM runs such a layout; move a layer to that stage to check it",
         )
-
-
-def _fault(matches: list[LayoutLetter], end: int) -> int:
-    return matches[1].at if len(matches) > 1 else end
 
 
 def _letters(text: str, at: int, *, inside: int | None) -> tuple[list[LayoutLetter], int]:
@@ -125,9 +118,8 @@ def _letters(text: str, at: int, *, inside: int | None) -> tuple[list[LayoutLett
                 raise LayoutError("the parentheses are empty", at, closing)
             at, first = closing + 1, at
             if not text.startswith("*", at):
-                raise LayoutError(
-                    "parentheses without a following `*n`, which Megatron-LM does not read", first, closing
-                )
+                message = "parentheses without a following `*n`, which Megatron-LM does not read"
+                raise LayoutError(message, first, closing)
         elif c in LETTERS or c == "|":
             letters, at = [LayoutLetter(c, at)], at + 1
         else:
@@ -169,8 +161,8 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
         PlanFileError: PP170 for an invalid layout, PP171 if Megatron-LM refuses the settings.
     """
     if num_layers > MAX_LAYERS or pp > MAX_RANKS:
-        location = reader.location("--num-layers") or Location(reader.arguments.file)
-        reader.refuse(f"{num_layers} layers on {pp} pipeline ranks are more than a plan can have", location)
+        message = f"{num_layers} layers on {pp} pipeline ranks are more than a plan can have"
+        reader.refuse(message, reader.place("--num-layers"))
     partition_flags = [flag for flag in (PER_CHUNK, CHUNKS, LAYOUT) if reader.has(flag)]
     if len(partition_flags) > 1:
         first, second = partition_flags[:2]
@@ -182,10 +174,8 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
     stages = stages_of(sizes, num_mtp, reads_normed=_reads_normed(reader))
     flag = next((flag for flag in (FIRST, LAST, EMBEDDING, LOSS, PER_CHUNK, CHUNKS) if reader.has(flag)), None)
     if any(not stage for stage in stages):
-        reader.refuse(
-            f"stage {stages.index([])} has no layer, and a plan's stages have at least one",
-            reader.location(flag or "--num-layers") or Location(reader.arguments.file),
-        )
+        message = f"stage {stages.index([])} has no layer, and a plan's stages have at least one"
+        reader.refuse(message, reader.place(flag or "--num-layers"))
     if flag is not None and len(set(sizes)) > 1:  # an even cut is that of a plan without `stages`, for any pp
         reader.take(flag, ("stages",), stages)
     return num_chunks
@@ -222,11 +212,9 @@ def _sizes(reader: FlagReader, num_layers: int, pp: int, num_chunks: int) -> lis
         flag = FIRST if first is not None else LAST
         if rest and not ranks:
             kept = f"{first or 0} + {last or 0} of {num_layers} blocks are on {pp} pipeline ranks"
-            reader.refuse(
-                f"{kept}: Megatron-LM from 0.16 on refuses this, and older versions drop {rest} without a word"
-                if rest > 0 else f"{kept}: Megatron-LM from 0.16 on refuses this, and older versions build more blocks",
-                reader.location(flag) or Location(reader.arguments.file), code=REFUSED,
-            )  # fmt: skip
+            older = f"drop {rest} without a word" if rest > 0 else "build more blocks"
+            message = f"{kept}: Megatron-LM from 0.16 on refuses this, and older versions {older}"
+            reader.refuse(message, reader.place(flag), code=REFUSED)
         if rest < 0 or (ranks and rest % ranks):
             reader.megatron_refuses(f"{rest} layers are left for {ranks} pipeline ranks, and must divide", flag)
         even = rest // ranks if ranks else 0
@@ -235,10 +223,8 @@ def _sizes(reader: FlagReader, num_layers: int, pp: int, num_chunks: int) -> lis
         total = num_layers + reader.has(EMBEDDING) + reader.has(LOSS)
         if total % pp:
             counted = "layers, with those that count for embedding and loss," if total > num_layers else "layers"
-            reader.megatron_refuses(
-                f"{total} {counted} do not divide by --pipeline-model-parallel-size {pp}",
-                "--pipeline-model-parallel-size",
-            )
+            size = "--pipeline-model-parallel-size"
+            reader.megatron_refuses(f"{total} {counted} do not divide by {size} {pp}", size)
         rank_sizes = [total // pp] * pp
     uneven = next((size for size in rank_sizes if size % num_chunks), None)
     if uneven is not None:

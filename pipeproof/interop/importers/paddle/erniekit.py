@@ -15,6 +15,7 @@ from typing import Final
 
 from pipeproof.diagnostics.problems import listed, nearest_name
 from pipeproof.interop.importers.draft import Draft, count, misspelt
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.names import depth_of, is_public
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue, overridden
@@ -26,7 +27,7 @@ from pipeproof.interop.importers.paddle.training_arguments import (
     import_settings,
     is_old,
 )
-from pipeproof.interop.importers.paddle.training_file import Settings, read_settings, unreadable
+from pipeproof.interop.importers.paddle.training_file import Settings, read_settings
 
 _STAGES: Final = ("SFT", "PT", "DPO", "VL-SFT", "OCR-VL-SFT")
 _STOPPING: Final = ("SFT", "PT", "DPO")

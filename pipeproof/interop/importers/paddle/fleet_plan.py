@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from math import gcd, lcm
+from typing import Any
 
 from pipeproof.diagnostics.finding import Finding, Location, RuleDoc
 from pipeproof.diagnostics.source import PlanFileError
@@ -37,9 +38,13 @@ def lay_out(job: FleetJob, draft: Draft) -> None:
     _partial_send_findings(job, draft)
 
 
-def _put(draft: Draft, path: tuple[str, ...], sourced: SourcedValue[int] | SourcedValue[bool]) -> None:
+def _put(draft: Draft, path: tuple[str, ...], sourced: SourcedValue[Any]) -> None:
     if not sourced.by_default:
         draft.set(path, sourced.value, sourced.setting, sourced.location)
+
+
+def _ignore(draft: Draft, sourced: SourcedValue[Any], why: str) -> None:
+    draft.ignore(sourced.setting, why, sourced.location)
 
 
 def _topology(job: FleetJob, draft: Draft) -> None:
@@ -50,15 +55,10 @@ def _topology(job: FleetJob, draft: Draft) -> None:
         sourced = job.cp if job.cp.value > 1 else job.sep
         draft.set(("topology", "cp"), context, sourced.setting, sourced.location)
     if job.sep.value > 1:
-        draft.ignore(
-            job.sep.setting,
-            "the plan shows its ranks as context-parallel ones: transfers between stages have the same part of each "
-            "sequence, collectives inside a block differ",
-            job.sep.location,
-        )
+        _ignore(draft, job.sep, "the plan shows its ranks as context-parallel ones: transfers between stages have the "
+                                "same part of each sequence, collectives inside a block differ")  # fmt: skip
     if job.sequence_parallel.value:
-        sequence = job.sequence_parallel
-        draft.set(("topology", "sequence_parallel"), sequence.value, sequence.setting, sequence.location)
+        _put(draft, ("topology", "sequence_parallel"), job.sequence_parallel)
     data_ranks = _data_ranks(job, draft, job.pp.value * job.tp.value * context)
     data = data_ranks or lcm(job.tp.value * context, job.ep.value) // (job.tp.value * context)
     experts = gcd(job.ep.value, data)
@@ -66,15 +66,11 @@ def _topology(job: FleetJob, draft: Draft) -> None:
         draft.set(("topology", "ep"), experts, job.ep.setting, job.ep.location)
     if experts == 1 < job.ep.value == job.tp.value:
         draft.set(("topology", "experts_over_tp"), value=True, setting=job.ep.setting, location=job.ep.location)
-        why = "the tensor-parallel ranks share the experts; in the plan each of them gets all tokens of a block, where "
-        draft.ignore(job.ep.setting, f"{why}Paddle sends each token to the ranks of its experts", job.ep.location)
+        _ignore(draft, job.ep, "the tensor-parallel ranks share the experts; in the plan each of them gets all tokens "
+                               "of a block, where Paddle sends each token to the ranks of its experts")  # fmt: skip
     elif experts < job.ep.value:
-        draft.ignore(
-            job.ep.setting,
-            f"{job.ep.value} ranks share the experts, the tensor-parallel ones among them; the plan shows the "
-            f"{experts} that have their own micro-batches",
-            job.ep.location,
-        )
+        _ignore(draft, job.ep, f"{job.ep.value} ranks share the experts, the tensor-parallel ones among them; the plan "
+                               f"shows the {experts} that have their own micro-batches")  # fmt: skip
     if data_ranks:
         source = job.sharding if job.sharding.value is not None else job.dp
         location, setting = (None, "--world-size") if draft.flags.world_size else (source.location, source.setting)
@@ -107,12 +103,8 @@ def _axis_order(job: FleetJob, draft: Draft) -> None:
     order += [axis for axis in ("tp", "cp", "ep", "dp", "pp") if axis not in order]
     draft.set(("topology", "order"), order, "the order of the mesh's axes")
     if (job.dp.value or 1) > 1 and (job.sharding.value or 1) > 1:
-        draft.ignore(
-            job.sharding.setting,
-            "data-parallel and sharding ranks are one axis of a plan, at the position of Fleet's data-parallel "
-            "axis; global ranks of groups differ, orders and layouts do not",
-            job.sharding.location,
-        )
+        _ignore(draft, job.sharding, "data-parallel and sharding ranks are one axis of a plan, at the position of "
+                "Fleet's data-parallel axis; global ranks of groups differ, orders and layouts do not")  # fmt: skip
 
 
 def _schedule(job: FleetJob, draft: Draft) -> None:
@@ -140,18 +132,11 @@ def _schedule(job: FleetJob, draft: Draft) -> None:
     else:
         _interleaved(job, draft)
     if job.overlapped_backward.value:
-        draft.ignore(
-            job.overlapped_backward.setting,
-            "with it, forwards and backwards share kernels, and the warm-up has one more forward; the plan has the "
-            "order without it",
-            job.overlapped_backward.location,
-        )
+        _ignore(draft, job.overlapped_backward, "with it, forwards and backwards share kernels, and the warm-up has "
+                "one more forward; the plan has the order without it")  # fmt: skip
     if job.variable_lengths.value and pp.value > 1:
-        draft.ignore(
-            job.variable_lengths.setting,
-            "the plan has micro-batches of one length; `--set schedule.seq_lengths=[...]` gives each its own",
-            job.variable_lengths.location,
-        )
+        why = "the plan has micro-batches of one length; `--set schedule.seq_lengths=[...]` gives each its own"
+        _ignore(draft, job.variable_lengths, why)
 
 
 def _interleaved(job: FleetJob, draft: Draft) -> None:
@@ -210,25 +195,18 @@ def _transport(job: FleetJob, draft: Draft) -> None:
         draft.set(("transport", "recv_order"), "send_order", "Fleet's own order of transfers")
         draft.set(("transport", "connections"), "lazy", "Fleet's groups connect at their first message")
     if sequence_parallel is None:
-        draft.assume(
-            ("topology", "sequence_parallel"), value=False, why="a strategy has no field for it: the model decides"
-        )
+        why = "a strategy has no field for it: the model decides"
+        draft.assume(("topology", "sequence_parallel"), value=False, why=why)
 
 
 def _partial_send_findings(job: FleetJob, draft: Draft) -> None:
     """Find PP175: only a guard prevents corrupted tensors."""
     sequence = job.sequence_parallel
-    if not job.sends_partially or not _divides(draft):
-        return
-    if job.guard and sequence.value:
-        draft.find(
-            GUARDED.finding(
-                f"{job.partial.text} with {sequence.text}, {job.tp.text} and batched P2P ({job.batched.text}): "
-                "the trainer turns partial sends off; without that guard every boundary tensor would be corrupted",
-                sequence.location or job.partial.location,
-                f"write `{turn_off(job.partial)}`, which is what the trainer does",
-            )
-        )
+    if job.sends_partially and _divides(draft) and job.guard and sequence.value:
+        message = f"{job.partial.text} with {sequence.text}, {job.tp.text} and batched P2P ({job.batched.text}): "
+        message += "the trainer turns partial sends off; without that guard every boundary tensor would be corrupted"
+        fix = f"write `{turn_off(job.partial)}`, which is what the trainer does"
+        draft.find(GUARDED.finding(message, sequence.location or job.partial.location, fix))
 
 
 def _divides(draft: Draft) -> bool:
@@ -253,9 +231,9 @@ def _layers(job: FleetJob, draft: Draft) -> None:
     """Set empty layers, MTP modules, and the partition."""
     for end, empty in (("head", job.empty_head), ("tail", job.empty_tail)):
         if empty is not None and empty.value:
-            draft.set(("model", "empty_layers", end), empty.value, empty.setting, empty.location)
+            _put(draft, ("model", "empty_layers", end), empty)
     if job.mtp is not None and job.mtp.value:
-        draft.set(("model", "mtp", "num_modules"), job.mtp.value, job.mtp.setting, job.mtp.location)
+        _put(draft, ("model", "mtp", "num_modules"), job.mtp)
     if job.cut is not None and job.pp.value > 1 and not job.dualpipe_v.value:
         _cut(job.cut, job.pp.location, draft)
 
@@ -273,9 +251,7 @@ def _cut(cut: SourcedValue[str], stages: Location | None, draft: Draft) -> None:
         plan_layers = "layer:TransformerLayer|EmptyLayer" if empty else "layer:TransformerLayer"
         draft.set(("stages",), plan_layers, cut.origin, cut.location or stages)
     else:
-        draft.ignore(
-            cut.setting, f"`{cut.value}` cannot be expressed with a plan's layers; the partition is even", cut.location
-        )
+        _ignore(draft, cut, f"`{cut.value}` cannot be expressed with a plan's layers; the partition is even")
 
 
 def _set_length(job: FleetJob, draft: Draft) -> None:
@@ -283,14 +259,14 @@ def _set_length(job: FleetJob, draft: Draft) -> None:
     if sequence is not None:
         divisor = draft.number("topology", "cp", default=1) * draft.number("topology", "tp", default=1)
         fitting = sequence.value - sequence.value % divisor
-        if fitting == sequence.value or fitting == 0:
-            draft.set(("model", "seq_length"), sequence.value, sequence.setting, sequence.location)
+        if fitting in (sequence.value, 0):
+            _put(draft, ("model", "seq_length"), sequence)
         else:
             why = f"the longest that divides over the ranks, and {sequence.text}"
             draft.assume(("model", "seq_length"), fitting, why, sequence.location)
 
 
-def ineffective(draft: Draft, sourced: SourcedValue[int] | SourcedValue[bool] | SourcedValue[str], why: str) -> None:
+def ineffective(draft: Draft, sourced: SourcedValue[Any], why: str) -> None:
     """Record PP174: a setting without effect, and the reason."""
     draft.find(WITHOUT_EFFECT.finding(f"{sourced.text} has no effect: {why}", sourced.location))
 
@@ -307,17 +283,13 @@ def rephrasing(job: FleetJob) -> Rephrase:
     """Return a function that rewrites findings of ``check`` in terms of the job's settings; the costs appear once."""
 
     def rephrase(plan: PlanSpec, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-        rephrased: list[Finding] = []
-        first = True
-        for finding in findings:
-            if finding.code == _LOSSY_CODE:
-                rephrased.append(
-                    replace(finding, help=suggested_fix(job, plan) if first else f"write `{turn_off(job.partial)}`")
-                )
-                first = False
-            else:
-                rephrased.append(finding)
-        return tuple(rephrased)
+        first = next((finding for finding in findings if finding.code == _LOSSY_CODE), None)
+        others = f"write `{turn_off(job.partial)}`"
+        return tuple(
+            replace(finding, help=suggested_fix(job, plan) if finding is first else others)
+            if finding.code == _LOSSY_CODE else finding
+            for finding in findings
+        )  # fmt: skip
 
     return rephrase
 
@@ -325,10 +297,8 @@ def rephrasing(job: FleetJob) -> Rephrase:
 def suggested_fix(job: FleetJob, plan: PlanSpec) -> str:
     """Return the modes of sending, each with the bytes of one pipeline's step over all its tensor-parallel ranks."""
     whole, tp = step_bytes(job, plan), plan.topology.tp
-    intro = (
-        f"write `{turn_off(job.partial)}`, so that tensors are sent whole; a step of one pipeline then moves, forward "
-    )
-    intro += f"and backward, over all {tp} TP ranks:"
+    intro = f"write `{turn_off(job.partial)}`, so that tensors are sent whole; a step of one pipeline then moves, "
+    intro += f"forward and backward, over all {tp} TP ranks:"
     modes = (
         ("full sends, sequence parallel", whole, 0, " (this fix)"),
         ("partial sends, sequence parallel", whole // tp, (tp - 1) * whole // tp, ", and wrong"),

@@ -19,12 +19,11 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, nearest_name, shortened
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap, read_text
 from pipeproof.interop.importers.draft import Draft
-from pipeproof.interop.importers.import_codes import one_file
+from pipeproof.interop.importers.import_codes import one_file, unreadable
 from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.model_sizes import read_mapping
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
 from pipeproof.interop.importers.paddle.fleet_plan import lay_out, refuse, rephrasing
-from pipeproof.interop.importers.paddle.training_file import unreadable
 from pipeproof.interop.importers.tree import Node, Placed, Tree, tree_of_data
 
 # --- Protocol buffers' text format, as far as strategies use it: scalar fields and nested messages ---
@@ -310,9 +309,7 @@ def _job(lookup: _Lookup, order: tuple[str, ...]) -> FleetJob:
         return sourced
 
     def unless_default(sourced: SourcedValue[int]) -> SourcedValue[int | None]:
-        return SourcedValue(
-            None if sourced.by_default else sourced.value, sourced.setting, sourced.location, sourced.by_default
-        )
+        return SourcedValue(None, sourced.setting, sourced.location, by_default=True) if sourced.by_default else sourced
 
     for name in ("accumulate_steps", "micro_batch_size"):
         sourced = pipeline(name, 1)

@@ -16,11 +16,12 @@ from pathlib import Path
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import listed, nearest_name
 from pipeproof.interop.importers.draft import Draft, misspelt
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import CONFIG_NAMES, take_model
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
 from pipeproof.interop.importers.paddle.fleet_plan import ineffective, lay_out, refuse, rephrasing
-from pipeproof.interop.importers.paddle.training_file import Settings, read_settings, unreadable
+from pipeproof.interop.importers.paddle.training_file import Settings, read_settings
 
 TOKENS = "pipeline_parallel_config"
 
@@ -36,10 +37,17 @@ DEGREES = {
 }
 """The present name of each degree, and its earlier names."""
 
-SWITCHES = (
-    "sequence_parallel", "partial_send_recv", "overlap_p2p_comm", "batch_p2p_comm", "variable_seq_lengths",
-    "best_unbalanced_scheduler", "use_dualpipev", "forward_backward_overlap_scheduler", "p2p_cache_shape",
-)  # fmt: skip
+_SWITCHES = {
+    "partial": ("partial_send_recv", "disable_partial_send_recv"),
+    "overlapped": ("overlap_p2p_comm", "enable_overlap_p2p_comm"),
+    "batched": ("batch_p2p_comm", "disable_batch_p2p_comm"),
+    "variable_lengths": ("variable_seq_lengths", "enable_dynamic_shape"),
+    "balanced": ("best_unbalanced_scheduler", "best_unbalanced_scheduler"),
+    "dualpipe_v": ("use_dualpipev", "use_dualpipev"),
+    "overlapped_backward": ("forward_backward_overlap_scheduler", "forward_backward_overlap_scheduler"),
+    "cached_shapes": ("p2p_cache_shape", "disable_p2p_cache_shape"),
+}
+"""Switches by the field of a job: the present trainer's setting, and the token of the earlier ones."""
 
 _OLD_TOKENS = frozenset(
     {
@@ -59,7 +67,7 @@ _OTHERS = (
     "num_empty_layers_add_in_tail", "num_nextn_predict_layers", "pp_seg_method", "hybrid_parallel_topo_order", TOKENS,
 )  # fmt: skip
 _DEGREE_NAMES = tuple(name for names in DEGREES.values() for name in names)
-_PIPELINE_NAMES = (*_DEGREE_NAMES, *SWITCHES, *_OTHERS)
+_PIPELINE_NAMES = (*_DEGREE_NAMES, "sequence_parallel", *(name for name, _ in _SWITCHES.values()), *_OTHERS)
 _OF_FLEETX = frozenset({"dp_degree", "mp_degree", "pp_degree"})
 """Settings of PaddleFleetX, which these trainers do not have."""
 _OF_MODELS = frozenset({"architectures", "model_type"})
@@ -180,51 +188,28 @@ def _at_least_one(sourced: SourcedValue[int]) -> SourcedValue[int]:
 
 def _by_switches(settings: Settings, draft: Draft) -> dict[str, SourcedValue[bool]]:
     """Read the switches of the present trainer; the former tokens have no effect."""
-    overlapped = settings.flag("overlap_p2p_comm", default=True)
+    why = "this trainer accepts the token and ignores it; it has a switch for each token"
     for token in _known_tokens(settings):
-        ineffective(
-            draft,
-            SourcedValue(token, TOKENS, settings.location(TOKENS)),
-            "this trainer accepts the token and ignores it; it has a switch for each token",
-        )
-    return {
-        "partial": settings.flag("partial_send_recv", default=True),
-        "batched": settings.flag("batch_p2p_comm", default=not overlapped.value),
-        "overlapped": overlapped,
-        "cached_shapes": settings.flag("p2p_cache_shape", default=True),
-        "variable_lengths": settings.flag("variable_seq_lengths", default=False),
-        "balanced": settings.flag("best_unbalanced_scheduler", default=False),
-        "dualpipe_v": settings.flag("use_dualpipev", default=False),
-        "overlapped_backward": settings.flag("forward_backward_overlap_scheduler", default=False),
-    }
+        ineffective(draft, SourcedValue(token, TOKENS, settings.location(TOKENS)), why)
+    overlapped = settings.flag("overlap_p2p_comm", default=True)
+    on = {"partial", "overlapped", "cached_shapes", "" if overlapped.value else "batched"}
+    return {field: settings.flag(name, default=field in on) for field, (name, _) in _SWITCHES.items()}
 
 
 def _by_tokens(settings: Settings, draft: Draft) -> dict[str, SourcedValue[bool]]:
     """Read the tokens of the earlier trainers, in one setting; later switches are unknown to them."""
     tokens = _known_tokens(settings)
     location = settings.location(TOKENS)
-    for name in SWITCHES[1:]:
+    why = f"with earlier names of degrees it is no setting of the trainer, which reads tokens in `{TOKENS}`"
+    for name, _ in _SWITCHES.values():
         if name in settings:
-            ineffective(
-                draft,
-                SourcedValue(settings.values[name][0], name, settings.location(name)),
-                f"with earlier names of degrees it is no setting of the trainer, which reads tokens in `{TOKENS}`",
-            )
+            ineffective(draft, SourcedValue(settings.values[name][0], name, settings.location(name)), why)
 
     def switch(token: str) -> SourcedValue[bool]:
         on = not token.startswith("disable")
         return SourcedValue(on == (token in tokens), TOKENS, location, by_default=token not in tokens)
 
-    return {
-        "partial": switch("disable_partial_send_recv"),
-        "batched": switch("disable_batch_p2p_comm"),
-        "overlapped": switch("enable_overlap_p2p_comm"),
-        "cached_shapes": switch("disable_p2p_cache_shape"),
-        "variable_lengths": switch("enable_dynamic_shape"),
-        "balanced": switch("best_unbalanced_scheduler"),
-        "dualpipe_v": switch("use_dualpipev"),
-        "overlapped_backward": switch("forward_backward_overlap_scheduler"),
-    }
+    return {field: switch(token) for field, (_, token) in _SWITCHES.items()}
 
 
 def _known_tokens(settings: Settings) -> tuple[str, ...]:
@@ -275,11 +260,8 @@ def _sharding(
         ineffective(draft, stage, f"the trainer drops sharding over one rank ({degree.text}); with more it refuses "
                                   "this stage with a pipeline")  # fmt: skip
     elif degree.value is not None:
-        refuse(
-            f"{stage.text} and {pp.text}: the trainers accept only sharding stage 1 with a pipeline",
-            stage.location,
-            f"set `{stage.setting}: stage1`",
-        )
+        message = f"{stage.text} and {pp.text}: the trainers accept only sharding stage 1 with a pipeline"
+        refuse(message, stage.location, f"set `{stage.setting}: stage1`")
     else:
         ineffective(draft, stage, "with a pipeline the trainer refuses this stage, unless there is one sharding "
                                   f"rank and it drops the stage ({degree.setting} is not set)")  # fmt: skip

@@ -11,7 +11,7 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value, shortened
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.paddle.fleet_job import SourcedValue
 
 BASE = "_base_"
@@ -76,9 +76,8 @@ class Settings:
             return ()
         texts = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts):
-            raise unreadable(
-                f"`{name}` must be a string of tokens, or a list of them, found {describe_value(value)}", location
-            )
+            actual = describe_value(value)
+            raise unreadable(f"`{name}` must be a string of tokens, or a list of them, found {actual}", location)
         return tuple(token for text in texts for token in text.replace(",", " ").split())
 
 
@@ -120,11 +119,9 @@ def _read(file: Path, above: tuple[Path, ...]) -> tuple[dict[str, tuple[Any, Loc
     own_values: dict[str, tuple[Any, Location]] = {}
     for setting, value, location in _walk(tree.data, tree.source, ()):
         if setting in own_values and own_values[setting][0] != value:
-            raise unreadable(
-                f"`{setting}` has two values: {describe_value(own_values[setting][0])} in line "
-                f"{own_values[setting][1].line}, {describe_value(value)} here",
-                location,
-            )
+            first, where = own_values[setting]
+            values_text = f"{describe_value(first)} in line {where.line}, {describe_value(value)} here"
+            raise unreadable(f"`{setting}` has two values: {values_text}", location)
         own_values[setting] = (value, location)
     return values | own_values, tree.source
 
@@ -135,8 +132,8 @@ def _bases(data: Mapping[str, Any], source: SourceMap) -> Iterator[tuple[str, Lo
         return
     for base in bases if isinstance(bases, list) else [bases]:
         if not isinstance(base, str):
-            raise unreadable(f"`{BASE}` must be a path or a list of paths, found {describe_value(base)}",
-                             source.locate((BASE,)))  # fmt: skip
+            message = f"`{BASE}` must be a path or a list of paths, found {describe_value(base)}"
+            raise unreadable(message, source.locate((BASE,)))
         yield base, source.locate((BASE,))
 
 
@@ -147,8 +144,3 @@ def _walk(data: Mapping[str, Any], source: SourceMap, below: KeyPath) -> Iterato
             yield from _walk(value, source, path)
         elif path != (BASE,):
             yield name, value, source.locate(path)
-
-
-def unreadable(message: str, location: Location | None, help: str | None = None) -> PlanFileError:
-    """Return the error PP170."""
-    return PlanFileError(UNREADABLE.finding(message, location, help))

@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import misspelt
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import Flags, IgnoredSetting
 from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting, is_off
 from pipeproof.interop.importers.megatron.flags import FLAGS_BY_NAME, NEGATED
@@ -155,7 +154,7 @@ class Job:
         Raises:
             PlanFileError: always, PP170.
         """
-        raise PlanFileError(UNREADABLE.finding(message, location, help), source=self.tree.source)
+        raise unreadable(message, location, help, self.tree.source)
 
 
 def _flag_with(flag: str, name: str, placed: Placed) -> Iterator[Setting]:
