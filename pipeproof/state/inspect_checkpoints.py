@@ -96,25 +96,17 @@ def difference_text(difference: TensorDifference) -> str:
     if not difference.num:
         texts = [f"{entry.kind} {entry.dtype} {list(entry.shape)}" for entry in (first_entry, second_entry)]
         return f"{texts[0]} and {texts[1]}"
-    farthest = difference.farthest
-    distance_text = (
-        ""
-        if farthest is None
-        else f", by {farthest:.6g} at most"
-        if farthest
-        else ", in the bits of zeros or NaN alone"
-    )
+    farthest, distance_text = difference.farthest, ""
+    if farthest is not None:
+        distance_text = f", by {farthest:.6g} at most" if farthest else ", in the bits of zeros or NaN alone"
     count_text = f"{difference.num} of {prod(first_entry.shape)} elements"
     return f"{count_text}, first {list(difference.first)}{distance_text}"
 
 
 def _difference(name: str, first_checkpoint: Checkpoint, second_checkpoint: Checkpoint) -> TensorDifference | None:
     entries = first_checkpoint.tensors[name], second_checkpoint.tensors[name]
-    if (
-        entries[0].dtype != entries[1].dtype
-        or entries[0].shape != entries[1].shape
-        or _kinds_differ(first_checkpoint, second_checkpoint, name)
-    ):
+    types = {(entry.dtype, entry.shape) for entry in entries}
+    if len(types) > 1 or _kinds_differ(first_checkpoint, second_checkpoint, name):
         return TensorDifference(name, *entries)
     entry, item = entries[0], dtype_bytes(entries[0].dtype)
     begin, num, first, farthest = 0, 0, 0, None
@@ -163,13 +155,12 @@ def _difference_to_json(difference: TensorDifference) -> Mapping[str, Any]:
             for e in (difference.first_entry, difference.second_entry)
         ]
         return {"tensor": difference.name, "first": entries[0], "second": entries[1]}
+    farthest = difference.farthest
     return {
         "tensor": difference.name,
         "elements": difference.num,
         "from": list(difference.first),
-        "farthest": None
-        if difference.farthest is None or isinf(difference.farthest)
-        else difference.farthest,  # JSON has no infinity
+        "farthest": None if farthest is None or isinf(farthest) else farthest,  # JSON has no infinity
     }
 
 
@@ -268,15 +259,11 @@ def summary_lines(checkpoint: Checkpoint) -> list[str]:
 
 def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the checkpoint as JSON data; no tensor content is read."""
-    index = checkpoint.index
+    of_index = ("steps_done", "framework", "digest", "mesh", "versions")
     return {
         "place": str(checkpoint.path),
         "kind": checkpoint.kind,
-        "steps_done": None if index is None else index.steps_done,
-        "framework": None if index is None else index.framework,
-        "digest": None if index is None else index.digest,
-        "mesh": None if index is None else index.mesh,
-        "versions": None if index is None else index.versions,
+        **{key: getattr(checkpoint.index, key, None) for key in of_index},
         "files": [str(file) for file in checkpoint.files],
         "bytes": sum(map(entry_bytes, checkpoint.tensors.values())),
         "tensors": {

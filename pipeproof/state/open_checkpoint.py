@@ -10,13 +10,7 @@ from pathlib import Path
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.foreign_text import MALFORMED, decode_json, read_foreign
 from pipeproof.state.byte_ranges import require_whole
-from pipeproof.state.checkpoint import (
-    FIX,
-    SUFFIX,
-    Checkpoint,
-    HeldShard,
-    require_tiled,
-)
+from pipeproof.state.checkpoint import FIX, SUFFIX, Checkpoint, HeldShard, require_tiled
 from pipeproof.state.read_state import SavedState, checkpoint_of_index, find_state, header_of_size, require_no_more
 from pipeproof.state.safetensors_header import StoredArray, read_header
 from pipeproof.state.state_codes import StateError, is_file_name, reading
@@ -97,10 +91,9 @@ def _require_no_other_files(directory: Path) -> None:
 
 
 def _of_state(state: SavedState) -> Checkpoint:
-    files = {state.directory / file.name: file for file in state.index.files}
-    if len(files) != len(state.index.files):
+    if len(state.files) != len(state.index.files):
         raise StateError(f"{state.directory / INDEX_FILE} names a file twice", FIX)
-    return checkpoint_of_index(state.directory, "state", state.index, files)
+    return checkpoint_of_index(state.directory, "state", state.index, state.files)
 
 
 def _merged(file: Path) -> Checkpoint:
@@ -191,10 +184,9 @@ def file_findings(path: Path) -> tuple[Finding, ...]:
         checkpoint = open_checkpoint(path)
     except StateError as error:
         return _faults_of_state(path) or error.findings
-    tiling_checks: list[_Check] = [partial(require_tiled, checkpoint, name) for name in sorted(checkpoint.tensors)]
-    crc_checks = _crc_checks(checkpoint)
+    tiling_checks = (partial(require_tiled, checkpoint, name) for name in sorted(checkpoint.tensors))
     whole_file_checks = _whole_file_checks(checkpoint.files, checkpoint.tensors)
-    return _faults([*whole_file_checks, *crc_checks, *tiling_checks])
+    return _faults([*whole_file_checks, *_crc_checks(checkpoint), *tiling_checks])
 
 
 def _crc_checks(checkpoint: Checkpoint) -> list[_Check]:
@@ -230,9 +222,7 @@ def _faults_of_state(path: Path) -> tuple[Finding, ...]:
         state = find_state(path)
     except StateError:
         return ()
-    return _faults(
-        _whole_file_checks({state.directory / file.name: file for file in state.index.files}, state.index.tensors)
-    )
+    return _faults(_whole_file_checks(state.files, state.index.tensors))
 
 
 def _whole_file_checks(files: Mapping[Path, ShardFile | None], tensors: Mapping[str, TensorEntry]) -> list[_Check]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.byte_ranges import Bits, ByteArray, RangeReader, bits_dtype, read_file
 from pipeproof.state.checkpoint import FIX, Checkpoint, CheckpointReader, HeldShard
@@ -39,6 +40,11 @@ class SavedState:
     def steps_done(self) -> int:
         """The step to resume with, counted from 0."""
         return self.index.steps_done
+
+    @property
+    def files(self) -> dict[Path, ShardFile]:
+        """The files of the state, with their entries in the index."""
+        return {self.directory / file.name: file for file in self.index.files}
 
 
 def find_state(path: Path) -> SavedState:
@@ -140,10 +146,8 @@ def checkpoint_of_index(
             if tensor is None:
                 raise StateError(f"{file} must hold {shard.tensor}, and the index has no tensor of that name", FIX)
             if len(shard.extents) != len(tensor.shape):
-                message = (
-                    f"the index of {path}: the shard of {shard.tensor} in {entry.name} has {len(shard.extents)} dims"
-                )
-                raise StateError(f"{message}, and the tensor {len(tensor.shape)}", FIX)
+                message = f"the index of {path}: the shard of {shard.tensor} in {entry.name} has "
+                raise StateError(f"{message}{len(shard.extents)} dims, and the tensor {len(tensor.shape)}", FIX)
             array = require_array(file, header, entry.key_of(shard.tensor), tensor.dtype, shard.shape, FIX)
             held = HeldShard(shard, entry.rank if kind == "state" else None, file, array.start)
             shards.setdefault(shard.tensor, []).append(held)
@@ -195,11 +199,9 @@ def read_rank_state(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tup
     Raises:
         StateError: A file has changed since.
     """
-    own_shards, wanted, content = list(shards_of_rank(plan, rank)), dict[str, list[Region]](), {}
-    for own in own_shards:
-        wanted.setdefault(own.shard.tensor, []).append(Region(own.shard.offsets, own.shard.extents))
-    files = {state.directory / file.name: file for file in state.index.files}
-    checkpoint = checkpoint_of_index(state.directory, "state", state.index, files, wanted)
+    own_shards, content = list(shards_of_rank(plan, rank)), {}
+    wanted = grouped((own.shard.tensor, Region(own.shard.offsets, own.shard.extents)) for own in own_shards)
+    checkpoint = checkpoint_of_index(state.directory, "state", state.index, state.files, wanted)
     reader = CheckpointReader(checkpoint)
     with RangeReader(FIX) as ranges:
         for own in own_shards:

@@ -116,8 +116,5 @@ def _ids(start: int, stop: int, model: ModelSpec) -> str:
 
 
 def _experts(start: int, stop: int, num_experts: int) -> str:
-    return (
-        f"expert {start} (of {num_experts})"
-        if stop == start + 1
-        else f"experts {start} to {stop - 1} (of {num_experts})"
-    )
+    named = f"expert {start}" if stop == start + 1 else f"experts {start} to {stop - 1}"
+    return f"{named} (of {num_experts})"

@@ -74,9 +74,8 @@ def _require_tensors(state: SavedState, plan: LoweredPlan) -> None:
     ]
     if faults:
         rest_text = f"; {len(faults) - 1} more tensors are not as the plan has them" if len(faults) > 1 else ""
-        raise StateError(
-            f"{state.directory / INDEX_FILE}: {faults[0]}{rest_text}", _OTHER_WEIGHTS if weights_only else _CHANGED
-        )
+        message = f"{state.directory / INDEX_FILE}: {faults[0]}{rest_text}"
+        raise StateError(message, _OTHER_WEIGHTS if weights_only else _CHANGED)
 
 
 def _mismatch(expected: TensorEntry, stored: TensorEntry | None, *, weights_only: bool) -> str | None:
@@ -173,9 +172,8 @@ def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | No
             f"use `backend: {index.framework}`, or take the weights alone: `pipeproof state reshard STATE --to PLAN "
             "--weights-only -o DIR`",
         )
-    _require_none(
-        _value_differences(index.values, values_of(plan.spec)), "the state was saved by a run of another plan"
-    )
+    differences = _value_differences(index.values, values_of(plan.spec))
+    _require_none(differences, "the state was saved by a run of another plan")
     return None if index.digest == digest else _data_difference(index, plan)
 
 
@@ -213,9 +211,8 @@ def _require_none(differences: list[_KeyDifference], message: str) -> None:
         return
     shown = ", ".join(f"{entry.key} was {entry.was} and is {entry.now}" for entry in differences[:_SHOWN])
     rest_text = f", and {len(differences) - _SHOWN} more keys" if len(differences) > _SHOWN else ""
-    raise StateError(
-        f"{message}: {shown}{rest_text}", "resume with the values that it was saved with, or start a new run"
-    )
+    fix = "resume with the values that it was saved with, or start a new run"
+    raise StateError(f"{message}: {shown}{rest_text}", fix)
 
 
 def _value_differences(saved: _Values, expected: _Values) -> list[_KeyDifference]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, Finding, PipeproofError, RuleDoc, Severity
+from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, PipeproofError, RuleDoc
 
 STATE_UNUSABLE = RuleDoc(
     code="PP920",
@@ -42,13 +42,19 @@ DATA_CHANGES = RuleDoc(
 )
 
 
-class StateError(PipeproofError):
-    """A state that cannot be used or written; subclasses have codes of their own."""
+class _OneCodeError(PipeproofError):
+    """An error with the code ``doc``."""
 
-    doc: ClassVar[RuleDoc] = STATE_UNUSABLE
+    doc: ClassVar[RuleDoc]
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(self.doc.finding(message, help=fix))
+
+
+class StateError(_OneCodeError):
+    """A state that cannot be used or written; subclasses have codes of their own."""
+
+    doc = STATE_UNUSABLE
 
 
 @contextmanager
@@ -111,11 +117,10 @@ class DcpError(StateError):
     doc = DCP_UNUSABLE
 
 
-class DcpMismatchError(PipeproofError):
+class DcpMismatchError(_OneCodeError):
     """Modules or optimizers that a checkpoint of PyTorch cannot hold, or that differ from it."""
 
-    def __init__(self, message: str, fix: str) -> None:
-        super().__init__(DCP_MISMATCH.finding(message, help=fix))
+    doc = DCP_MISMATCH
 
 
 FLEX_UNUSABLE = RuleDoc(
@@ -182,18 +187,16 @@ COPIES_DIFFER = RuleDoc(
 )
 
 
-class NoNamesError(PipeproofError):
+class NoNamesError(_OneCodeError):
     """PP928: a convention that lacks names for the model, or an unknown convention."""
 
-    def __init__(self, message: str, fix: str) -> None:
-        super().__init__(Finding(NO_NAMES.code, Severity.ERROR, message, help=fix))
+    doc = NO_NAMES
 
 
-class CopiesDifferError(PipeproofError):
+class CopiesDifferError(_OneCodeError):
     """PP929: several tensors of a checkpoint represent one of the plan's, and differ."""
 
-    def __init__(self, message: str, fix: str) -> None:
-        super().__init__(Finding(COPIES_DIFFER.code, Severity.ERROR, message, help=fix))
+    doc = COPIES_DIFFER
 
 
 UNREADABLE = RuleDoc(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.state.regions import NO_DIM, Region, intersect, subtract, tiling_fault, whole_region
 
 
@@ -70,6 +71,27 @@ class StateMap:
     removed: frozenset[str] = frozenset()
     dropped: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
     duplicated: frozenset[str] = frozenset()
+
+    def readers(self) -> dict[str, list[Reader]]:
+        """Return by source tensor the copies that read it."""
+        return grouped(
+            (copy.source, Reader(name, copy))
+            for name, tensor in self.tensors.items()
+            for copy in tensor.copies
+            if copy.source is not None
+        )
+
+
+class Reader(NamedTuple):
+    """A region copy, and the target tensor that it is part of."""
+
+    tensor: str
+    copy: RegionCopy
+
+    @property
+    def region(self) -> Region:
+        """The region of the source tensor that it reads."""
+        return self.copy.source_region
 
 
 def inverse_permutation(permutation: tuple[int, ...], num_dims: int | None = None) -> tuple[int, ...]:
@@ -163,30 +185,25 @@ def invert(state_map: StateMap, source: Mapping[str, TensorLike]) -> StateMap:
         ValueError: An element that was neither removed nor dropped comes from nowhere.
     """
     copies_by_name: dict[str, list[RegionCopy]] = {name: [] for name in source if name not in state_map.removed}
-    for name, tensor in state_map.tensors.items():
-        for copy in tensor.copies:
-            if copy.source is not None and copy.source in copies_by_name:
-                dtype = source[copy.source].dtype
-                permutation = _inverse_of(copy)
-                casts = () if dtype == tensor.dtype else (dtype,)
-                copies_by_name[copy.source].append(
-                    RegionCopy(copy.source_region, name, copy.region, permutation, casts)
-                )
-    tensors, read = dict[str, TensorMap](), dict[str, list[Region]]()
+    for name, readers_of_tensor in state_map.readers().items():
+        for reader in readers_of_tensor if name in copies_by_name else ():
+            dtype = source[name].dtype
+            casts = () if dtype == state_map.tensors[reader.tensor].dtype else (dtype,)
+            copies_by_name[name].append(
+                RegionCopy(reader.region, reader.tensor, reader.copy.region, _inverse_of(reader.copy), casts)
+            )
+    tensors = dict[str, TensorMap]()
     for name, copies in copies_by_name.items():
         copies += [RegionCopy(region, None, region) for region in state_map.dropped.get(name, ())]
-        tensors[name] = TensorMap(
-            source[name].dtype, source[name].shape, _without_overlap(name, source[name].shape, copies)
-        )
-        for copy in tensors[name].copies:
-            if copy.source is not None:
-                read.setdefault(copy.source, []).append(copy.source_region)
-    dropped = {}
-    for name, regions in read.items():
-        whole = whole_region(state_map.tensors[name].shape)
+        shape = source[name].shape
+        tensors[name] = TensorMap(source[name].dtype, shape, _without_overlap(name, shape, copies))
+    inverse, dropped = StateMap(tensors), {}
+    readers = inverse.readers()
+    for name, of_tensor in readers.items():
+        whole, regions = whole_region(state_map.tensors[name].shape), [reader.region for reader in of_tensor]
         if sum(region.numel for region in regions) < whole.numel:
             dropped[name] = tuple(subtract(whole, regions))
-    return StateMap(tensors, frozenset(state_map.tensors.keys() - read), dropped)
+    return replace(inverse, removed=frozenset(state_map.tensors.keys() - readers), dropped=dropped)
 
 
 def _inverse_of(copy: RegionCopy) -> tuple[int, ...] | None:

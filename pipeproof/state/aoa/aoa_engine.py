@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.state.aoa.expand import Expanded, expand
 from pipeproof.state.aoa.statements import Program, Statement, statement_text
 from pipeproof.state.aoa.tensor_families import TensorMeta, families, with_optimizer_states
@@ -125,12 +126,10 @@ class _Engine:
             assert self._target is not None
             meta = self._target[statement.right[0].text]
             return [zeros(meta.dtype, meta.shape)]
-        inputs = []
-        for name in statement.left:
-            value = self._value(name.text)
-            if value is None:
-                return None
-            inputs.append(value)
+        values = [self._value(name.text) for name in statement.left]
+        inputs = [value for value in values if value is not None]
+        if len(inputs) < len(values):
+            return None
         self.inputs[number] = tuple(TensorMeta(value.dtype, value.shape) for value in inputs)
         for index, name in enumerate(statement.left):
             if name.transposed:
@@ -189,10 +188,8 @@ class _Engine:
 
     def _readers_of(self, name: str) -> list[tuple[int, Statement]]:
         if self._readers is None:
-            self._readers = {}
-            for number, statement in enumerate(self._expanded.statements):
-                for operand in statement.left:
-                    self._readers.setdefault(operand.text, []).append((number, statement))
+            numbered = enumerate(self._expanded.statements)
+            self._readers = grouped((name.text, (number, each)) for number, each in numbered for name in each.left)
         return self._readers.get(name, [])
 
     def _compare_with_target(self, name: str, value: TensorValue, findings: dict[tuple[int, str], Finding]) -> None:

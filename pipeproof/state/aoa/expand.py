@@ -131,10 +131,8 @@ class _NameState:
         if STAR not in text:
             return [text]
         if to_the_right and self._target is None:
-            fix = "give the target: `--to`"
-            findings.append(
-                UNKNOWN_TENSOR.finding(f"the meaning of `{text}` depends on the target", name.location, fix)
-            )
+            message = f"the meaning of `{text}` depends on the target"
+            findings.append(UNKNOWN_TENSOR.finding(message, name.location, "give the target: `--to`"))
             return []
         names = self._targets if to_the_right else self._known()
         matches = names.numbered(text)
@@ -181,9 +179,8 @@ class _NameState:
         text = name.text
         if text in self._assigned:
             if text not in self._unread:
-                yield NO_EFFECT.finding(
-                    f"`{text}` was read before, and is removed here", name.location, "remove the statement"
-                )
+                message = f"`{text}` was read before, and is removed here"
+                yield NO_EFFECT.finding(message, name.location, "remove the statement")
             elif self._target is not None and text in self._target:
                 yield NO_EFFECT.finding(f"`{text}` is a tensor of the target, and is removed here", name.location)
             self._unread.pop(text, None)
@@ -212,22 +209,15 @@ class _NameState:
             yield NO_EFFECT.finding(f"`{text}` is assigned twice", name.location)
         elif previous is not None and text not in reads:
             line = "" if previous.location is None else f" in line {previous.location.line}"
-            yield NO_EFFECT.finding(
-                f"`{text}` is assigned here, and was assigned before{line}",
-                name.location,
-                "rename one of them",
-            )
+            message = f"`{text}` is assigned here, and was assigned before{line}"
+            yield NO_EFFECT.finding(message, name.location, "rename one of them")
         elif previous is None and text in self._source and text not in (reads | self._read | self.removed):
             message = f"`{text}` of the source is overwritten here, and nothing has read it"
             yield NO_EFFECT.finding(message, name.location, f"write `{text} -> NAME` before, or `{text} -> _`")
 
     def _suggestion(self, name: Name, names: AbstractSet[str]) -> str:
-        nearest_text = nearest(name.text, names)
-        return (
-            f"did you mean `{nearest_text}`?"
-            if nearest_text
-            else "`pipeproof state show` shows the tensors of a checkpoint"
-        )
+        near = nearest(name.text, names)
+        return f"did you mean `{near}`?" if near else "`pipeproof state show` shows the tensors of a checkpoint"
 
     def final_findings(self) -> Iterator[Finding]:
         if self._target is None:
@@ -240,15 +230,10 @@ class _NameState:
         available = (self._source - self.removed) | self._assigned.keys()
         for text, similar_text in _grouped(self._target - available):
             why = "removed by a statement" if text in self.removed else "not in the source"
-            nearest_text = nearest(text, self._source - self._read - self._target)
-            fix = (
-                f"write `{nearest_text} -> {text}`, if this is the tensor"
-                if nearest_text
-                else f"write `_ -> {text}` for zeros"
-            )
-            yield UNKNOWN_TENSOR.finding(
-                f"nothing makes the target's `{text}`{similar_text}, which is {why}", None, fix
-            )
+            near = nearest(text, self._source - self._read - self._target)
+            fix = f"write `{near} -> {text}`, if this is the tensor" if near else f"write `_ -> {text}` for zeros"
+            message = f"nothing makes the target's `{text}`{similar_text}, which is {why}"
+            yield UNKNOWN_TENSOR.finding(message, None, fix)
 
     def result_names(self) -> list[str]:
         if self._target is not None:

@@ -12,10 +12,10 @@ from math import gcd
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.state.aoa.aoa_engine import AppliedProgram, apply_program, program_map
 from pipeproof.state.aoa.statements import NOTHING, Cast, Name, Program, Statement, statement_text
-from pipeproof.state.aoa.tensor_families import TensorMeta, families
+from pipeproof.state.aoa.tensor_families import TensorMeta, weights_of
 from pipeproof.state.regions import whole_region
 from pipeproof.state.state_codes import NO_INVERSE, AoaError
-from pipeproof.state.tensor_map import StateMap, TensorMap, compose, inverse_permutation, invert, map_differences
+from pipeproof.state.tensor_map import StateMap, compose, inverse_permutation, invert, map_differences
 
 _EXACT = {("float16", "float32"), ("bfloat16", "float32")}
 """Lossless casts: from, to."""
@@ -27,12 +27,10 @@ def inverse(program: Program, source: Mapping[str, TensorMeta], target: Mapping[
     Raises:
         AoaError: The program itself is wrong, or PP183: it has no inverse.
     """
-    weights = {name: family.weight for name, family in families(source).items()}
-    targets = None if target is None else {name: family.weight for name, family in families(target).items()}
+    weights, targets = weights_of(source), None if target is None else weights_of(target)
     forward = apply_program(program, weights, targets)
-    target_metas = (
-        {name: _meta(tensor) for name, tensor in forward.state_map.tensors.items()} if targets is None else targets
-    )
+    made = {name: TensorMeta(tensor.dtype, tensor.shape) for name, tensor in forward.state_map.tensors.items()}
+    target_metas = made if targets is None else targets
     inverter = _Inverter(program, forward, weights.keys() | target_metas.keys())
     keep_patterns = Program(tuple(inverter.statements(keep_patterns=True)), program.file)
     if not _is_inverse(keep_patterns, forward.state_map, weights, target_metas):
@@ -41,10 +39,6 @@ def inverse(program: Program, source: Mapping[str, TensorMeta], target: Mapping[
         if not _is_inverse(keep_patterns, forward.state_map, weights, target_metas):
             raise AoaError(*_lost_findings(forward.state_map, {name: weights[name] for name in lost}))
     return keep_patterns
-
-
-def _meta(tensor: TensorMap) -> TensorMeta:
-    return TensorMeta(tensor.dtype, tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +107,8 @@ class _Inverter:
         inputs = self._forward.inputs[number]
         sizes: tuple[int, ...] = ()
         if len(inputs) > 1 and statement.fused is None and statement.axis is not None:
-            shapes = [
-                meta.shape[::-1] if name.transposed else meta.shape
-                for name, meta in zip(statement.left, inputs, strict=True)
-            ]
+            pairs = zip(statement.left, inputs, strict=True)
+            shapes = (meta.shape[::-1] if name.transposed else meta.shape for name, meta in pairs)
             sizes = tuple(shape[statement.axis] for shape in shapes)
             sizes = () if len(set(sizes)) == 1 else sizes
         cast_back = None
@@ -165,17 +157,13 @@ def _is_inverse(
 
 def _lost_findings(forward: StateMap, weights: Mapping[str, TensorMeta]) -> Iterator[Finding]:
     """Yield the tensors that the target lacks, whole or in part."""
-    volumes = dict.fromkeys(weights, 0)
-    for tensor in forward.tensors.values():
-        for copy in tensor.copies:
-            if copy.source in volumes:
-                volumes[copy.source] += copy.region.numel
+    readers = forward.readers()
+    volumes = {name: sum(reader.region.numel for reader in readers.get(name, ())) for name in weights}
     missing = [name for name, volume in volumes.items() if volume < whole_region(weights[name].shape).numel]
     for name in missing[:8]:
         what_remains = "nothing" if not volumes[name] else "a part"
-        yield NO_INVERSE.finding(
-            f"the target has {what_remains} of the source's `{name}`", None, "keep it in the target"
-        )
+        message = f"the target has {what_remains} of the source's `{name}`"
+        yield NO_INVERSE.finding(message, None, "keep it in the target")
     if not missing:
         yield NO_INVERSE.finding("the inverse statements do not restore the source", None)
 

@@ -105,6 +105,7 @@ _NUMBERS = ("axis", "num_heads", "num_key_value_groups")
 _TYPES = ("dtype", "src_dtype", "dst_dtype")
 KEYS = (*_NUMBERS, *_TYPES, "permute")
 """Attributes that have a value; the fused ones have none."""
+_ATTRIBUTES = (*KEYS, *FUSED_KINDS)
 _DIMS = re.compile(r"\[\s*(?:[0-9]+(?:\s*,\s*[0-9]+)*)?\s*\]", re.ASCII)
 _FORM = "a statement is NAMES -> NAMES, then its attributes: `A, B -> C, axis=1`"
 
@@ -147,7 +148,7 @@ class _Parser:
 
     def _name(self) -> Name:
         token = self._take("name", "a name")
-        if token.text in (*KEYS, *FUSED_KINDS):
+        if token.text in _ATTRIBUTES:
             raise self._error(f"`{token.text}` is an attribute, and a name is needed here", token, _FORM)
         text, stop, transposed, numbers = token.text, token.stop, False, None
         if self._peek().kind == "transpose" and self._peek().start == stop:
@@ -169,7 +170,7 @@ class _Parser:
 
     def _is_attribute(self, ahead: int) -> bool:
         token = self._peek(ahead)
-        return token.kind == "name" and (token.text in (*KEYS, *FUSED_KINDS) or self._peek(ahead + 1).kind == "equal")
+        return token.kind == "name" and (token.text in _ATTRIBUTES or self._peek(ahead + 1).kind == "equal")
 
     def _attributes(self) -> _Values:
         values: _Values = {}
@@ -184,12 +185,8 @@ class _Parser:
             if self._peek().kind != "equal" and token.text not in KEYS:
                 raise self._error(f"the name `{token.text}` comes after attributes", token, _FORM)
             if token.text not in KEYS:
-                nearest_key = nearest_name(token.text, (*KEYS, *FUSED_KINDS))
-                fix = (
-                    f"did you mean `{nearest_key}`?"
-                    if nearest_key
-                    else f"known are {listed((*KEYS, *FUSED_KINDS), 'and')}"
-                )
+                near = nearest_name(token.text, _ATTRIBUTES)
+                fix = f"did you mean `{near}`?" if near else f"known are {listed(_ATTRIBUTES, 'and')}"
                 raise self._error(f"unknown attribute `{token.text}`", token, fix)
             self._take("equal", f"`=` after `{token.text}`")
             values[token.text] = (self._value(token.text), token)
@@ -250,11 +247,8 @@ class _Parser:
         if values_by_key == ["dtype"]:
             return Cast(values["dtype"][0])
         if values_by_key != ["src_dtype", "dst_dtype"]:
-            raise self._error(
-                "a cast has `dtype`, or `src_dtype` and `dst_dtype`",
-                values[values_by_key[0]][1],
-                'write dtype="float32"',
-            )
+            message = "a cast has `dtype`, or `src_dtype` and `dst_dtype`"
+            raise self._error(message, values[values_by_key[0]][1], 'write dtype="float32"')
         return Cast(values["dst_dtype"][0], values["src_dtype"][0])
 
     def _peek(self, ahead: int = 0) -> Token:

@@ -106,15 +106,9 @@ def form_faults(statement: Statement) -> Iterator[Finding]:
     if any(name.is_nothing for name in (*statement.left, *statement.right)):
         yield from _nothing_faults(statement)
         return
-    operations = [
-        word
-        for word, is_given in (
-            ("permute", statement.permutation is not None),
-            ("a cast", statement.cast is not None),
-            (statement.fused.kind if statement.fused else "", statement.fused is not None),
-        )
-        if is_given
-    ]
+    operations = ["permute"] if statement.permutation is not None else []
+    operations += ["a cast"] if statement.cast is not None else []
+    operations += [statement.fused.kind] if statement.fused is not None else []
     if len(operations) > 1:
         fix = "write two, and a name between them"
         yield UNREADABLE.finding(f"{operations[0]} and {operations[1]} in one statement", statement.location, fix)
@@ -169,10 +163,9 @@ def _name_faults(statement: Statement) -> Iterator[Finding]:
 def _nothing_faults(statement: Statement) -> Iterator[Finding]:
     sides = (statement.left, statement.right)
     if not statement.names or any(len(side) > 1 for side in sides):
+        message = f"`{NOTHING}` must be alone on its side, with one name on the other"
         fix = "`_ -> A` adds a tensor of zeros, `A -> _` removes one"
-        yield UNREADABLE.finding(
-            f"`{NOTHING}` must be alone on its side, with one name on the other", statement.location, fix
-        )
+        yield UNREADABLE.finding(message, statement.location, fix)
     elif any(name.may_be_many or name.transposed for name in statement.names):
         yield UNREADABLE.finding(f"a pattern with {NOTHING} is of $LAYER_ID and $EXPERT_ID", statement.location)
     elif (statement.axis, statement.permutation, statement.cast, statement.fused) != (None,) * 4:

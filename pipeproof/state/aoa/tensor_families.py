@@ -118,6 +118,11 @@ def _form(name: str) -> tuple[str, StateNameForm] | None:
     return None if suffix is None else (name.removesuffix(suffix), StateNameForm("", suffix, suffix))
 
 
+def weights_of(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+    """Return the weights alone."""
+    return {name: family.weight for name, family in families(tensors).items()}
+
+
 def with_optimizer_states(
     made: Mapping[str, TensorValue],
     left_out: tuple[frozenset[str], Mapping[str, Sequence[Region]]],
@@ -155,11 +160,9 @@ def with_optimizer_states(
 def _has_weight(
     name: str, sources: list[str], source_families: Mapping[str, Family], target_families: Mapping[str, Family] | None
 ) -> bool:
-    return (
-        target_families[name].exists
-        if target_families is not None
-        else all(source_families[source].exists for source in sources)
-    )
+    if target_families is not None:
+        return target_families[name].exists
+    return all(source_families[source].exists for source in sources)
 
 
 def _wanted_forms(
@@ -216,26 +219,18 @@ def _with_exceptions(
     source_families: Mapping[str, Family],
 ) -> StateMap:
     """Return the map with duplicated tensors, and the dropped regions that nothing reads."""
-    volumes: dict[str, int] = {}
-    for tensor in tensors.values():
-        for copy in tensor.copies:
-            if copy.source is not None:
-                volumes[copy.source] = volumes.get(copy.source, 0) + copy.region.numel
+    readers = StateMap(tensors).readers()
+    volumes = {name: sum(reader.region.numel for reader in of_tensor) for name, of_tensor in readers.items()}
     wholes = {name: family.weight for name, family in source_families.items() if family.exists}
     wholes |= {form.of(name): meta for name, family in source_families.items() for form, meta in family.states.items()}
     duplicated = {name for name, volume in volumes.items() if volume > whole_region(wholes[name].shape).numel}
-    unread = {
-        form.of(name): regions
-        for name, regions in dropped.items()
-        for form in _forms_of_its_shape(source_families[name])
+    forms = ((name, form) for name in dropped for form in _forms_of_its_shape(source_families[name]))
+    unread = {form.of(name): dropped[name] for name, form in forms}
+    gone = {
+        name: tuple(_without(regions, [reader.region for reader in readers.get(name, ())]))
+        for name, regions in unread.items()
     }
-    reads: dict[str, list[Region]] = {name: [] for name in unread}
-    for tensor in tensors.values():
-        for copy in tensor.copies:
-            if copy.source in reads:
-                reads[copy.source].append(copy.source_region)
-    gone = {name: tuple(_without(regions, reads[name])) for name, regions in unread.items()}
-    whole = {name for name, regions in gone.items() if regions and not reads[name]}
+    whole = {name for name, regions in gone.items() if regions and name not in readers}
     rest = {name: regions for name, regions in gone.items() if regions and name not in whole}
     return StateMap(tensors, frozenset(removed | whole), rest, frozenset(duplicated))
 

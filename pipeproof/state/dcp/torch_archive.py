@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +17,7 @@ from pipeproof.foreign_text import MALFORMED
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.dcp.dcp_metadata import DTYPES, DcpChunk
 from pipeproof.state.flex.pickles import GlobalName, PersistentId, PickledObject, UnreadablePickleError, unpickled
+from pipeproof.state.regions import row_numels
 from pipeproof.state.safetensors_header import StoredArray
 from pipeproof.state.state_codes import DcpError
 
@@ -96,7 +96,7 @@ def locate_tensor(stream: BinaryIO, path: Path, name: str, dtype: str, chunk: Dc
         stored_text = f"{stored_dtype} {list(shape)}"
         message = f"{path} has {name} as {stored_text}, and the metadata lists {dtype} {list(chunk.extents)}"
         raise DcpError(message, "two saves went into one directory, or a file was changed: " + _FIX)
-    steps = zip(shape, strides, c_strides(shape), strict=True)
+    steps = zip(shape, strides, row_numels(shape), strict=True)
     if prod(shape) and any(size > 1 and step != own for size, step, own in steps):
         message = f"{path}: {name}, {list(shape)}, is stored with the strides {list(strides)}"
         raise DcpError(message, "save contiguous tensors (`tensor.contiguous()`)")
@@ -149,8 +149,3 @@ def _tensor_of(call: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ..
     if dtype not in DTYPES or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"its type is {storage_class.name}")
     return dtype, key, offset, tuple(shape), tuple(strides)
-
-
-def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))

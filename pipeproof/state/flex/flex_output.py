@@ -48,12 +48,9 @@ def as_flex(task: ReshardTask) -> ReshardTask:
     """
     assert task.index is not None, "only for states of plans"
     if task.index.framework != "paddle":
-        raise PipeproofError(
-            FLEX_UNSUPPORTED.finding(
-                f"the plan runs on {task.index.framework}, whose optimizers keep other numbers than Paddle's",
-                help="leave out `--save-format flex`: a state's files are safetensors, too",
-            )
-        )
+        message = f"the plan runs on {task.index.framework}, whose optimizers keep other numbers than Paddle's"
+        fix = "leave out `--save-format flex`: a state's files are safetensors, too"
+        raise PipeproofError(FLEX_UNSUPPORTED.finding(message, help=fix))
     target = task.target
     keys = {name: key_of(name, entry) for name, entry in target.tensors.items()}
     names = {name: f"{target.ranks[name]}_0.safetensors" for name in target.files}
@@ -178,10 +175,6 @@ def _unified_key(tensor: str) -> tuple[str, str]:
         return tensor, MODEL
     _, slot, weight = tensor.split("/", 2)
     if slot not in SUFFIXES:
-        raise PipeproofError(
-            FLEX_UNSUPPORTED.finding(
-                f"{tensor} is a state of PyTorch's optimizer, which keeps other numbers than Paddle's",
-                help="give --weights-only, or another --save-format",
-            )
-        )
+        message = f"{tensor} is a state of PyTorch's optimizer, which keeps other numbers than Paddle's"
+        raise PipeproofError(FLEX_UNSUPPORTED.finding(message, help="give --weights-only, or another --save-format"))
     return f"{weight}/{SUFFIXES[slot]}", OPTIMIZER

@@ -68,11 +68,8 @@ def prove_meaning(
     kinds: dict[str, list[_Mismatch]] = {}
     meanings = _OwnElements(correct, model)
     for difference in map_differences(claimed, correct):
-        mismatch = _Mismatch(
-            difference,
-            meanings.own_region(difference, difference.second),
-            meanings.own_region(difference, difference.first),
-        )
+        regions = (meanings.own_region(difference, copy) for copy in (difference.second, difference.first))
+        mismatch = _Mismatch(difference, *regions)
         kinds.setdefault(_kind(mismatch), []).append(mismatch)
     return tuple(_finding(kind, mismatches, claimed, meanings, target) for kind, mismatches in kinds.items())
 
@@ -83,11 +80,7 @@ class _OwnElements:
     def __init__(self, correct: StateMap, model: ModelSpec) -> None:
         self.model = model
         self._into_own = all(weight_name(name) is not None for name in correct.tensors)
-        self._of: dict[str, list[tuple[str, RegionCopy]]] = {}
-        for name, tensor in correct.tensors.items():
-            for copy in tensor.copies:
-                if copy.source is not None:
-                    self._of.setdefault(copy.source, []).append((name, copy))
+        self._readers = correct.readers()
 
     def own_region(self, difference: MapDifference, copy: RegionCopy) -> _OwnRegion | None:
         """Return the elements that a copy reads; None for zeros, and for elements without a name of pipeproof's."""
@@ -97,26 +90,20 @@ class _OwnElements:
             return _OwnRegion(copy.source, copy.source_region) if weight_name(copy.source) is not None else None
         if copy == difference.second:
             return _OwnRegion(difference.tensor, difference.region)
-        for name, reader in self._of.get(copy.source, ()):
-            common = intersect(reader.source_region, copy.source_region)
+        for reader in self._readers.get(copy.source, ()):
+            common = intersect(reader.region, copy.source_region)
             if common is not None:
-                return _OwnRegion(name, _through(reader, common))
+                return _OwnRegion(reader.tensor, _through(reader.copy, common))
         return None
 
     def text(self, copy: RegionCopy, own_region: _OwnRegion | None) -> str:
         """Describe what a copy reads, with its meaning in the model."""
         if copy.source is None:
             return "zeros"
-        stops = [reader.source_region.stops for _, reader in self._of.get(copy.source, ())] or [
-            copy.source_region.stops
-        ]
+        stops = [reader.region.stops for reader in self._readers.get(copy.source, ())] or [copy.source_region.stops]
         shape = tuple(map(max, *stops)) if len(stops) > 1 else stops[0]
-        return tensor_range_text(
-            copy.source,
-            copy.source_region,
-            shape,
-            own_region and region_meaning(own_region.name, own_region.region, self.model),
-        )
+        meaning = own_region and region_meaning(own_region.name, own_region.region, self.model)
+        return tensor_range_text(copy.source, copy.source_region, shape, meaning)
 
 
 def _through(copy: RegionCopy, source_region: Region) -> Region:
@@ -273,9 +260,8 @@ def require_no_tables(convention: str, source: Checkpoint) -> None:
     """
     if convention != OWN_NAMES and _tables(source):
         message = f"`{convention}` has tables of experts by token id, and only a directory of its files gets them"
-        raise RefusedError(
-            NOT_CONVERTIBLE, message, "name a directory: an OUT without an ending, of the default format"
-        )
+        fix = "name a directory: an OUT without an ending, of the default format"
+        raise RefusedError(NOT_CONVERTIBLE, message, fix)
 
 
 def _tables(source: Checkpoint) -> dict[str, npt.NDArray[np.int64]]:

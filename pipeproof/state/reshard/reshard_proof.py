@@ -13,6 +13,7 @@ from difflib import get_close_matches
 
 from pipeproof.comm.op_graph import LoweredPlan, index_of
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.state.byte_ranges import CAST_DTYPES
@@ -21,12 +22,7 @@ from pipeproof.state.region_text import and_more, range_text, weight_name
 from pipeproof.state.regions import Region, TilingFault, first_with_count, is_outside, tiling_fault, whole_region
 from pipeproof.state.reshard.reshard_codes import DUPLICATED_ELEMENTS, LOST_ELEMENTS, SHAPE_MISMATCH, TENSOR_MISMATCH
 from pipeproof.state.reshard.reshard_targets import VOCABULARY_DIM
-from pipeproof.state.reshard.shard_layout import (
-    BadSharding,
-    ShardLayout,
-    bad_shardings,
-    garbage_collection_paused,
-)
+from pipeproof.state.reshard.shard_layout import ShardLayout, bad_shardings, garbage_collection_paused
 from pipeproof.state.state_index import TensorEntry
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap
 from pipeproof.verify.layouts.index_maps import NO_BIJECTION, OTHER_INDICES
@@ -126,10 +122,7 @@ def prove(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> tupl
 
 def _tiling_findings(side: ShardLayout) -> Iterator[Finding]:
     """PP210: every element of a layout is in one shard. One finding for each kind of mistake."""
-    kinds: dict[str, list[BadSharding]] = {}
-    for cut in bad_shardings(side):
-        kinds.setdefault(_kind(cut), []).append(cut)
-    for kind, cuts in kinds.items():
+    for kind, cuts in grouped((_kind(cut.fault), cut) for cut in bad_shardings(side)).items():
         name, region = cuts[0].tensors[0], cuts[0].fault.region
         more = sum(len(cut.tensors) for cut in cuts) - 1
         where = range_text(region, side.tensors[name].shape)
@@ -149,12 +142,10 @@ def _tiling_findings(side: ShardLayout) -> Iterator[Finding]:
         yield NO_BIJECTION.finding(message, help=fixes[kind])
 
 
-def _kind(cut: BadSharding) -> str:
-    if not cut.fault.num_holders:
+def _kind(fault: TilingFault) -> str:
+    if not fault.num_holders:
         return "missing"
-    if cut.fault.num_holders > 1:
-        return "repeated"
-    return "outside"
+    return "repeated" if fault.num_holders > 1 else "outside"
 
 
 def _holders(shards: tuple[HeldShard, ...], numbers: Iterable[int]) -> str:
@@ -169,7 +160,7 @@ _SIZES = "use the checkpoint and the plan of one model"
 def check_tensors(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> Iterator[Finding]:
     """PP213 for names that only one side has, PP214 for tensors that differ in shape or type."""
     computed, wanted = state_map.tensors, target.tensors
-    read = {copy.source for tensor in computed.values() for copy in tensor.copies if copy.source is not None}
+    read = state_map.readers().keys()
     unread = [name for name in source.tensors if name not in read and name not in state_map.removed]
     missing = [name for name in wanted if name not in computed] + sorted(read - source.tensors.keys())
     surplus = list(dict.fromkeys(name for name in (*unread, *computed) if name not in wanted))
@@ -178,22 +169,18 @@ def check_tensors(source: ShardLayout, state_map: StateMap, target: ShardLayout)
     if surplus:
         yield _surplus(surplus, source, target)
     both = [name for name in computed if name in wanted]
-    shapes = {
-        name: (computed[name].shape, wanted[name].shape) for name in both if computed[name].shape != wanted[name].shape
-    }
-    if shapes:
-        yield _shapes(shapes, target)
+    shapes = {name: (computed[name].shape, wanted[name].shape) for name in both}
+    differing = {name: (shape, other) for name, (shape, other) in shapes.items() if shape != other}
+    if differing:
+        yield _shapes(differing, target)
     sizes = _required_shapes(state_map, source.tensors)
     if sizes:
         name, needed = next(iter(sizes.items()))
         message = f"`{name}` of {source.name} is {list(source.tensors[name].shape)}, and {target.name} needs it as "
         message += f"{list(needed)}{and_more(len(sizes) - 1, 'tensor')}"
         yield SHAPE_MISMATCH.finding(message, help=_SIZES)
-    types = [
-        candidate
-        for name in both
-        if (candidate := _type_fault(name, computed[name], wanted[name], source.tensors)) is not None
-    ]
+    faults = (_type_fault(name, computed[name], wanted[name], source.tensors) for name in both)
+    types = [fault for fault in faults if fault is not None]
     if types:
         message = f"{types[0]}{and_more(len(types) - 1, 'tensor')}"
         fix = "use the source's type, or write the cast: `NAME -> NAME, dtype='..'` in an AOA file; "
@@ -207,8 +194,8 @@ def _missing(names: list[str], surplus: Collection[str], source: ShardLayout, ta
         alike = [candidate for candidate in surplus if candidate.startswith(_OPTIMIZER) == name.startswith(_OPTIMIZER)]
         nearest = get_close_matches(name, alike, 1)
         names_shown.append(f"`{name}`" + (f" (near: `{nearest[0]}`)" if nearest else ""))
-    count_text = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
-    message = f"{target.name} needs {count_text} that {source.name} does not have: {_listed(names_shown, len(names))}"
+    named = _listed(names_shown, len(names))
+    message = f"{target.name} needs {_count_text(names)} that {source.name} does not have: {named}"
     fix = "use the checkpoint of the same model; if it has other names, give their convention "
     fix += "(`--names CONVENTION`) or statements (`--aoa FILE`)"
     return TENSOR_MISMATCH.finding(message, help=fix)
@@ -216,10 +203,13 @@ def _missing(names: list[str], surplus: Collection[str], source: ShardLayout, ta
 
 def _surplus(names: list[str], source: ShardLayout, target: ShardLayout) -> Finding:
     names_shown = _listed([f"`{name}`" for name in names[:_SHOWN]], len(names))
-    count_text = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
-    message = f"{source.name} has {count_text} that {target.name} does not have: {names_shown}"
+    message = f"{source.name} has {_count_text(names)} that {target.name} does not have: {names_shown}"
     fix = "use the plan of the same model, or remove them by name: `NAME -> _` in an AOA file"
     return TENSOR_MISMATCH.finding(message, help=fix)
+
+
+def _count_text(names: list[str]) -> str:
+    return "a tensor" if len(names) == 1 else f"{len(names)} tensors"
 
 
 def _listed(names_shown: list[str], number: int) -> str:
@@ -247,15 +237,10 @@ def _only_vocabulary_differs(name: str, computed: tuple[int, ...], wanted: tuple
 
 def _required_shapes(state_map: StateMap, source: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
     """Return by name the least shape that a source tensor needs, if elements outside of it are read."""
-    regions: dict[str, list[Region]] = {}
-    for tensor in state_map.tensors.values():
-        for copy in tensor.copies:
-            if copy.source is not None and copy.source in source:
-                regions.setdefault(copy.source, []).append(copy.source_region)
     return {
-        name: tuple(map(max, zip(*(region.stops for region in read), strict=False)))
-        for name, read in regions.items()
-        if any(is_outside(region, source[name].shape) for region in read)
+        name: tuple(map(max, zip(*(reader.region.stops for reader in readers), strict=False)))
+        for name, readers in state_map.readers().items()
+        if name in source and any(is_outside(reader.region, source[name].shape) for reader in readers)
     }
 
 
@@ -288,20 +273,16 @@ class _FaultCache:
             if count_text == "not once":
                 self.known[key] = tiling_fault(shape, regions)
             else:
-                self.known[key] = first_with_count(
-                    shape, regions, lambda num_holders: num_holders > 1 if count_text == "again" else num_holders == 0
-                )
+                is_faulty = {"never": lambda number: number == 0, "again": lambda number: number > 1}[count_text]
+                self.known[key] = first_with_count(shape, regions, is_faulty)
         return self.known[key]
 
 
 def check_map(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> Iterator[Finding]:
     """PP210 for elements that are made never or twice, PP215 and PP216 for elements that are read never or twice."""
     answers = _FaultCache()
-    computed = [
-        candidate
-        for name in state_map.tensors
-        if (candidate := _copies_fault(name, state_map, source, answers)) is not None
-    ]
+    faults = (_copies_fault(name, state_map, source, answers) for name in state_map.tensors)
+    computed = [fault for fault in faults if fault is not None]
     if computed:
         message = f"{target.name}: {computed[0]}{and_more(len(computed) - 1, 'tensor')}"
         fix = "every element of a tensor comes from one element, or is zero by a statement"
@@ -344,29 +325,22 @@ def _copy_fault(copy: RegionCopy, source: ShardLayout) -> str | None:
 
 
 def _coverage_findings(source: ShardLayout, state_map: StateMap, answers: _FaultCache) -> Iterator[Finding]:
-    readers: dict[str, list[tuple[Region, str]]] = {}
-    for name, tensor in state_map.tensors.items():
-        for copy in tensor.copies:
-            if copy.source is not None:
-                readers.setdefault(copy.source, []).append((copy.source_region, name))
     lost, twice = list[str](), list[str]()
-    for name, own_readers in readers.items():
-        entry = source.tensors.get(name)
-        if entry is None or any(is_outside(region, entry.shape) for region, _ in own_readers):
+    for name, own_readers in state_map.readers().items():
+        entry, regions = source.tensors.get(name), tuple(reader.region for reader in own_readers)
+        if entry is None or any(is_outside(region, entry.shape) for region in regions):
             continue  # reported already
-        shape, whole = entry.shape, whole_region(entry.shape)
-        regions = tuple(region for region, _ in own_readers)
-        if regions == (whole,):
+        shape = entry.shape
+        if regions == (whole_region(shape),):
             continue
         lost_fault = answers.first_fault("never", shape, (*dict.fromkeys(regions), *state_map.dropped.get(name, ())))
         if lost_fault is not None:
             lost.append(f"`{name}` {range_text(lost_fault.region, shape)}")
         repeated_fault = None if name in state_map.duplicated else answers.first_fault("again", shape, regions)
         if repeated_fault is not None:
-            to = " and ".join(dict.fromkeys(f"`{own_readers[number][1]}`" for number in repeated_fault.holders))
-            twice.append(
-                f"`{name}` {range_text(repeated_fault.region, shape)}: {repeated_fault.num_holders} times, for {to}"
-            )
+            to = " and ".join(dict.fromkeys(f"`{own_readers[number].tensor}`" for number in repeated_fault.holders))
+            where = range_text(repeated_fault.region, shape)
+            twice.append(f"`{name}` {where}: {repeated_fault.num_holders} times, for {to}")
     if lost:
         message = f"{source.name}: nothing reads {lost[0]}{and_more(len(lost) - 1, 'tensor')}"
         fix = "use the checkpoint and the plan of one model; to drop a tensor on purpose, remove it by name: "
