@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeproof.diagnostics.finding import Location
 from pipeproof.schedule.ops import AXES, KIND_CODE, KINDS, TARGET_KINDS, UPDATE_KINDS, Op
 
 IntColumn = NDArray[np.int64]
@@ -82,6 +83,10 @@ class Row:
     frees: tuple[str, ...] = ()
     scale: str = ""
     origin: int = NONE
+
+    def place(self, origins: Sequence[Location]) -> Location | None:
+        """The location of a row that was read."""
+        return None if self.origin == NONE else origins[self.origin]
 
 
 class NameTable:
@@ -294,6 +299,12 @@ def work_of(work_item: int, num_splits: int) -> tuple[int | None, int | None]:
     if work_item == NONE:
         return None, None
     return divmod(work_item, num_splits) if num_splits else (work_item, None)
+
+
+def work_item_text(work_item: int, num_splits: int) -> str:
+    """A work item as operations name it: ``3``, or ``3.s1``."""
+    micro_batch, split = work_of(work_item, num_splits)
+    return f"{micro_batch}" if split is None else f"{micro_batch}.s{split}"
 
 
 def rank_column(offsets: IntColumn) -> IntColumn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -146,6 +147,8 @@ class ScheduleKind:
         return generator(*self.arguments(request))
 
 
+_in_a_v = partial(ScheduleKind, min_chunks=2, max_chunks=2, placement=Placement.V)
+
 _KINDS = (
     ScheduleKind(
         "gpipe",
@@ -202,31 +205,22 @@ _KINDS = (
         max_chunks=None,
         split_backwards=_split_all,
     ),
-    ScheduleKind(
+    _in_a_v(
         "zb_v",
         "stages in a V, so that no rank idles, in the memory of 1F1B",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6",
-        min_chunks=2,
-        max_chunks=2,
-        placement=Placement.V,
         split_backwards=_split_all,
     ),
-    ScheduleKind(
+    _in_a_v(
         "v_half",
         "stages in a V, in half of the memory of 1F1B, for any times of F, I and W that are not far apart",
         "Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
-        min_chunks=2,
-        max_chunks=2,
-        placement=Placement.V,
         split_backwards=_split_all,
     ),
-    ScheduleKind(
+    _in_a_v(
         "v_min",
         "stages in a V, in a third of the memory of 1F1B, for equal times of F, I and W",
         "Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
-        min_chunks=2,
-        max_chunks=2,
-        placement=Placement.V,
         split_backwards=_split_all,
     ),
     ScheduleKind(
@@ -236,13 +230,10 @@ _KINDS = (
         placement=Placement.BOTH_WAYS,
         split_backwards=_split_by_dualpipe,
     ),
-    ScheduleKind(
+    _in_a_v(
         "dualpipe_v",
         "DualPipe cut in half: stages in a V, forwards of one direction overlap with backwards of the other",
         "Sea AI Lab and DeepSeek, deepseek-ai/DualPipe; PyTorch and Paddle Fleet have the same order",
-        min_chunks=2,
-        max_chunks=2,
-        placement=Placement.V,
         split_backwards=_split_by_dualpipe_v,
     ),
     ScheduleKind(

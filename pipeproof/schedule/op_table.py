@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.columns import (
     COMPUTE_QUEUE,
     HOST_QUEUE,
@@ -25,6 +26,7 @@ from pipeproof.schedule.columns import (
     Row,
     columns_of,
     rank_column,
+    work_item_text,
     work_of,
 )
 from pipeproof.schedule.derive import (
@@ -177,8 +179,7 @@ class OpGraph:
 
     def work_item_text(self, work_item: int) -> str:
         """A work item as operations name it: ``3``, or ``3.s1``."""
-        micro_batch, split = work_of(work_item, self.num_splits)
-        return f"{micro_batch}" if split is None else f"{micro_batch}.s{split}"
+        return work_item_text(work_item, self.num_splits)
 
     def op_of(self, kind: OpKind, stage: int, work_item: int) -> Op:
         """The operation of this kind for a stage and a work item."""
@@ -300,11 +301,8 @@ class OpGraph:
             meets = {"channel": int(self.channel[op_id]), "group": int(self.group[op_id])}
             attributes = {name: index for name, index in meets.items() if index != NONE}
             graph.add_node(op_id, rank=int(self.rank[op_id]), op=str(op), **attributes)
-        kinds: dict[tuple[int, int], list[str]] = {}
-        for kind, pairs in self.edges.items():
-            for source, target in pairs.tolist():
-                kinds.setdefault((source, target), []).append(kind.value)
-        for (source, target), names in kinds.items():
+        edges = ((pair, kind.value) for kind, pairs in self.edges.items() for pair in map(tuple, pairs.tolist()))
+        for (source, target), names in grouped(edges).items():
             graph.add_edge(source, target, kinds=tuple(names))
         return graph
 

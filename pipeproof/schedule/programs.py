@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import repeat
+from itertools import accumulate, chain, repeat
 
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.ops import Op, OpKind
@@ -62,6 +62,13 @@ class UnfitSizesError(ValueError):
 def steady_pairs(num_forwards: int, num_warmup: Iterable[int]) -> tuple[frozenset[int], ...]:
     """By rank the places of the forwards behind its warm-up, each of which has a backward behind it."""
     return tuple(frozenset(range(warmup, 2 * num_forwards - warmup, 2)) for warmup in num_warmup)
+
+
+def in_turn(forwards: Sequence[Op], backwards: Sequence[Op], num_warmup: int) -> Program:
+    """Forwards of the warm-up, then a backward behind each forward, then the backwards that are left."""
+    pairs = zip(forwards[num_warmup:], backwards, strict=False)
+    left = backwards[max(0, len(forwards) - num_warmup) :]
+    return (*forwards[:num_warmup], *chain.from_iterable(pairs), *left)
 
 
 def stages_of(programs: Programs) -> tuple[tuple[int, ...], ...]:
@@ -158,11 +165,7 @@ def time_covered(intervals: Iterable[tuple[Time, Time]]) -> Time:
 
 def most_held(changes: Iterable[tuple[Time | float, int]]) -> int:
     """Return the most that is held at once; what is released at a time makes room for what is acquired then."""
-    held = peak = 0
-    for _, change in sorted(changes):
-        held += change
-        peak = max(peak, held)
-    return peak
+    return max(accumulate((change for _, change in sorted(changes)), initial=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from pipeproof.diagnostics.problems import nearest_name, shortened
-from pipeproof.schedule.columns import NONE, Columns, op_from_columns, work_of
+from pipeproof.schedule.columns import NONE, Columns, op_from_columns, work_item_text
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.formats.text_tokens import Findings, Placed
 from pipeproof.schedule.ops import KINDS, TARGET_KINDS, Op, OpKind, parse_op
@@ -108,7 +108,7 @@ def op_texts(columns: Columns) -> list[str]:
     key = packed(*around, (work_item != NONE).astype(np.int64))
     _, examples, sort = np.unique(key, return_index=True, return_inverse=True)
     halves = [_around_work_item(columns, row) for row in examples.tolist()]
-    work_items = [_unit_text(number, columns.num_splits) for number in range(int(work_item.max(initial=NONE)) + 1)]
+    work_items = [work_item_text(number, columns.num_splits) for number in range(int(work_item.max(initial=NONE)) + 1)]
     work_items.append("")  # the last, where NONE looks
     texts = []
     for i, number in zip(sort.tolist(), work_item.tolist(), strict=True):
@@ -127,12 +127,6 @@ def _around_work_item(columns: Columns, row: int) -> tuple[str, str]:
     op = op_from_columns(kind, stage, NONE if work_item == NONE else _PROBE, target_kind, index, axis, num_splits=0)
     before, _, after = str(op).partition(str(_PROBE))
     return before, after
-
-
-def _unit_text(work_item: int, num_splits: int) -> str:
-    """The micro-batch and, where sequences are split, the split."""
-    micro_batch, split = work_of(work_item, num_splits)
-    return f"{micro_batch}" if split is None else f"{micro_batch}.s{split}"
 
 
 def kinds_of(texts: Iterable[str]) -> list[OpKind]:

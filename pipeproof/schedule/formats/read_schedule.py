@@ -144,7 +144,7 @@ def require_attributes_kept(schedule: ForeignSchedule) -> None:
             lost, why = attributes, "without an axis the sums follow from the plan"
         else:
             continue
-        location = schedule.origins[row.origin] if row.origin != NONE else None
+        location = row.place(schedule.origins)
         for key in sorted(lost):
             findings.add(BAD_LINE, location, f"`{key}` of {row.op} would be ignored: {why}", f"remove `{key}`")
     findings.raise_any()
@@ -280,7 +280,7 @@ def convert_schedule(foreign: ForeignSchedule, format: str, *, only_computations
     try:
         return _converted(foreign, ScheduleFormat(format), only_computations=only_computations)
     except InexpressibleError as error:
-        location = foreign.origins[error.row.origin] if error.row is not None and error.row.origin != NONE else None
+        location = None if error.row is None else error.row.place(foreign.origins)
         raise ScheduleFileError(INEXPRESSIBLE.finding(str(error), location, error.help)) from None
 
 

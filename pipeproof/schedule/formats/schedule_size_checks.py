@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.problems import listed
-from pipeproof.schedule.columns import NONE, Row
+from pipeproof.diagnostics.problems import grouped, listed
+from pipeproof.schedule.columns import Row
 from pipeproof.schedule.formats.text_tokens import Findings
 from pipeproof.schedule.ops import COMPUTE_KINDS, TARGET_KINDS
 from pipeproof.specs.schedule import MISPLACED, NO_OPERATIONS, WRONG_MICRO_BATCHES, WRONG_RANKS, WRONG_STAGES
@@ -42,7 +43,7 @@ class RawSchedule:
 
     def place(self, row: Row) -> Location | None:
         """The location of a row."""
-        return self.origins[row.origin] if row.origin != NONE else None
+        return row.place(self.origins)
 
     def of_stages(self) -> Iterator[tuple[int, Row]]:
         """Rank and row of all that belongs to a stage in its own right."""
@@ -50,10 +51,8 @@ class RawSchedule:
 
     def first_of_stages(self) -> list[tuple[tuple[int, int], Row]]:
         """The first row of each (stage, rank), in program order."""
-        first: dict[tuple[int, int], Row] = {}
-        for rank, row in self.of_stages():
-            first.setdefault((row.op.stage, rank), row)
-        return list(first.items())
+        rows_of = grouped(((row.op.stage, rank), row) for rank, row in self.of_stages())
+        return [(key, rows[0]) for key, rows in rows_of.items()]
 
     def computations(self) -> Iterator[tuple[int, Row]]:
         """Rank and row of all computations."""
@@ -94,14 +93,10 @@ def _check_micro_batches(schedule: RawSchedule, expected: Expected, findings: Fi
     wanted = expected.num_micro_batches
     if wanted is None:
         return
-    first_beyond: dict[int, Row] = {}
-    largest = -1
-    for rank, row in schedule.of_stages():
-        if row.op.micro_batch is not None:
-            largest = max(largest, row.op.micro_batch)
-            if row.op.micro_batch >= wanted:
-                first_beyond.setdefault(rank, row)
-    for row in first_beyond.values():
+    of_micro_batches = [(rank, row) for rank, row in schedule.of_stages() if row.op.micro_batch is not None]
+    largest = max((row.op.micro_batch or 0 for _, row in of_micro_batches), default=-1)
+    beyond = grouped((rank, row) for rank, row in of_micro_batches if (row.op.micro_batch or 0) >= wanted)
+    for row, *_ in beyond.values():
         message = f"{row.op} is of micro-batch {row.op.micro_batch}, and schedule.num_micro_batches is {wanted}"
         _wrong_number(schedule, row, message, largest, findings)
     if largest + 1 < wanted:
@@ -117,13 +112,14 @@ def check_splits(schedule: RawSchedule, wanted: int | None, findings: Findings) 
     of_work = [(rank, row) for rank, row in schedule.of_stages() if row.op.micro_batch is not None]
     named = [row.op.split for _, row in of_work if row.op.split is not None]
     are_split = bool(named) if wanted is None else wanted > 1
-    first: dict[int, Row] = {}
-    for rank, row in of_work:
-        split = row.op.split
-        if (split is not None) != are_split or (split is not None and wanted is not None and split >= wanted):
-            first.setdefault(rank, row)
+    num_splits = wanted or inf
+    unfit = grouped(
+        (rank, row)
+        for rank, row in of_work
+        if (row.op.split is not None) != are_split or (row.op.split or 0) >= num_splits
+    )
     into = "others do" if wanted is None else f"schedule.num_sequence_splits is {wanted}"
-    for row in first.values():
+    for row, *_ in unfit.values():
         if row.op.split is None:
             message, fix = f"{row.op} names no split of its sequences, and {into}", "write it as in 2F0.s1"
         else:

@@ -7,14 +7,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from pipeproof.diagnostics.finding import Finding, Location, RuleDoc, file_order
-from pipeproof.diagnostics.problems import listed, nearest_name, shortened
+from pipeproof.diagnostics.problems import grouped, listed, nearest_name, shortened
 from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.columns import NONE, REDUCTIONS, Row
-from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TARGET_KINDS, TRANSFER_KINDS, Op
+from pipeproof.schedule.ops import COMPUTE_KINDS, KINDS, STEP_OF_TRANSFER, TARGET_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.specs.schedule import BAD_LINE, NO_OPERATIONS, NO_PEER, ScheduleFileError
+
+_Key = TypeVar("_Key")
 
 MAX_INTEGER = 2**62
 """Largest number of an attribute; columns are 64 bits wide."""
@@ -283,35 +286,20 @@ class Findings:
             raise ScheduleFileError(*sorted(self.found, key=file_order))
 
 
-def neighbour_stage(op: Op) -> int:
-    """The stage at the other end of a transfer."""
-    onward = (op.kind in SEND_KINDS) == op.is_forward
-    return op.stage + 1 if onward else op.stage - 1
-
-
 def holders(rows_by_rank: Sequence[Sequence[Row]]) -> Mapping[int, tuple[int, ...]]:
     """The ranks that compute each stage; of a stage that none computes, those that do anything for it."""
-    computing: dict[int, dict[int, None]] = {}
-    others: dict[int, dict[int, None]] = {}
-    for rank, rows in enumerate(rows_by_rank):
-        for row in rows:
-            if row.op.kind in COMPUTE_KINDS:
-                computing.setdefault(row.op.stage, {})[rank] = None
-            elif row.op.kind not in TARGET_KINDS:
-                others.setdefault(row.op.stage, {})[rank] = None
-    return {stage: tuple(ranks) for stage, ranks in {**others, **computing}.items()}
+    others = _ranks_of(rows_by_rank, frozenset(KINDS) - TARGET_KINDS, lambda op: op.stage)
+    return others | _ranks_of(rows_by_rank, COMPUTE_KINDS, lambda op: op.stage)
 
 
-_Work = tuple[int, int | None, int | None]
-"""Stage, micro-batch and split."""
-
-
-def _holders_of_work(rows_by_rank: Sequence[Sequence[Row]]) -> Mapping[_Work, tuple[int, ...]]:
-    computing: dict[_Work, dict[int, None]] = {}
-    for rank, rows in enumerate(rows_by_rank):
-        for op in (row.op for row in rows if row.op.kind in COMPUTE_KINDS):
-            computing.setdefault((op.stage, op.micro_batch, op.split), {})[rank] = None
-    return {work: tuple(ranks) for work, ranks in computing.items()}
+def _ranks_of(
+    rows_by_rank: Sequence[Sequence[Row]], kinds: frozenset[OpKind], key: Callable[[Op], _Key]
+) -> dict[_Key, tuple[int, ...]]:
+    """The ranks with operations of some kinds, by the ``key`` of these."""
+    ranks = grouped(
+        (key(row.op), rank) for rank, rows in enumerate(rows_by_rank) for row in rows if row.op.kind in kinds
+    )
+    return {of_key: tuple(dict.fromkeys(of_ranks)) for of_key, of_ranks in ranks.items()}
 
 
 def with_peers(
@@ -319,12 +307,12 @@ def with_peers(
 ) -> tuple[tuple[Row, ...], ...]:
     """The rows with a peer for every transfer that has none; where that is not one other rank, a finding (PP138)."""
     holders_of = holders(rows_by_rank)
-    work = _holders_of_work(rows_by_rank)
+    work = _ranks_of(rows_by_rank, COMPUTE_KINDS, lambda op: (op.stage, op.micro_batch, op.split))
 
     def with_peer(rank: int, row: Row) -> Row:
         if row.op.kind not in TRANSFER_KINDS or row.peer != NONE:
             return row
-        stage = neighbour_stage(row.op)
+        stage = row.op.stage + STEP_OF_TRANSFER[row.op.kind]
         ranks = holders_of.get(stage, ())
         if len(ranks) > 1:  # copies: the one that has this micro-batch
             ranks = work.get((stage, row.op.micro_batch, row.op.split), ranks)
@@ -336,8 +324,8 @@ def with_peers(
             fault = f"ranks {listed(ranks, 'and')} hold stage {stage}"
         else:
             fault = f"stage {stage} is on rank {rank} itself, where nothing has to travel"
-        where = origins[row.origin] if row.origin != NONE else None
-        findings.add(NO_PEER, where, f"{row.op} on rank {rank} has no other end: {fault}", _help(ranks, rank))
+        message = f"{row.op} on rank {rank} has no other end: {fault}"
+        findings.add(NO_PEER, row.place(origins), message, _help(ranks, rank))
         return row
 
     return tuple(tuple(with_peer(rank, row) for row in rows) for rank, rows in enumerate(rows_by_rank))

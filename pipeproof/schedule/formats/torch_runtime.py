@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, Op, OpKind, wait_for
+from pipeproof.schedule.programs import input_of
 
 COMMUNICATOR = "pp"
 """The communicator of all transfers: that of the pipeline's group."""
@@ -81,14 +82,10 @@ def _waits_before(row: Row, rank: _Rank) -> Iterator[Row]:
 
 def _input_of(op: Op, rank: _Rank) -> Op | None:
     """The receive that brings what a computation needs; None where the rank has it, or nothing comes."""
-    if op.kind is OpKind.FORWARD:
-        kind, source = OpKind.RECV_FORWARD, op.stage - 1
-    elif op.kind is OpKind.BACKWARD_WEIGHT:
+    needed = input_of(op, rank.num_stages)
+    if needed is None or needed[1] in rank.stages:
         return None
-    else:
-        kind, source = OpKind.RECV_BACKWARD, op.stage + 1
-    comes = 0 <= source < rank.num_stages and source not in rank.stages
-    return Op(kind, op.stage, op.micro_batch) if comes else None
+    return Op(OpKind.RECV_FORWARD if needed[0] else OpKind.RECV_BACKWARD, op.stage, op.micro_batch)
 
 
 def _other(action: Row, rank: _Rank) -> Iterator[Row]:

@@ -118,12 +118,7 @@ def interleaved_megatron(
 
 
 def _check_group_size(num_ranks: int, num_micro_batches: int, size: int) -> None:
-    if num_micro_batches < num_ranks:
-        raise UnfitSizesError(
-            f"Megatron-Core interleaves stages for at least as many micro-batches as ranks, and {num_micro_batches} "
-            f"is less than {num_ranks}",
-            help=f"use {num_ranks}",
-        )
+    _refuse_fewer_than_ranks("Megatron-Core", num_ranks, num_micro_batches)
     if not num_ranks <= size <= num_micro_batches:
         raise UnfitSizesError(
             f"Megatron-Core takes at least as many micro-batches at a time through a chunk as there are ranks, "
@@ -162,7 +157,7 @@ def fleet(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
     Raises:
         UnfitSizesError: fewer micro-batches than ranks, or between ``p`` and ``2p``.
     """
-    _refuse_fewer_than_ranks(num_ranks, num_micro_batches)
+    _refuse_fewer_than_ranks("Fleet", num_ranks, num_micro_batches)
     if num_ranks < num_micro_batches < 2 * num_ranks:
         raise UnfitSizesError(
             f"Fleet runs {num_micro_batches} micro-batches on {num_ranks} ranks with best_unbalanced_scheduler only",
@@ -201,17 +196,17 @@ def fleet_balanced(num_ranks: int, num_micro_batches: int, num_chunks: int) -> S
     Raises:
         UnfitSizesError: fewer micro-batches than ranks.
     """
-    _refuse_fewer_than_ranks(num_ranks, num_micro_batches)
+    _refuse_fewer_than_ranks("Fleet", num_ranks, num_micro_batches)
     if num_micro_batches < 2 * num_ranks:
         return in_groups(num_ranks, num_chunks, [num_micro_batches], warmup_per_hop=1)
     sizes = _group_sizes(num_ranks, num_micro_batches)
     return in_groups(num_ranks, num_chunks, sizes, backwards=_last_chunk_ahead(num_ranks, sizes, num_chunks))
 
 
-def _refuse_fewer_than_ranks(num_ranks: int, num_micro_batches: int) -> None:
+def _refuse_fewer_than_ranks(tool: str, num_ranks: int, num_micro_batches: int) -> None:
     if num_micro_batches < num_ranks:
         raise UnfitSizesError(
-            f"Fleet interleaves stages for at least as many micro-batches as ranks, and {num_micro_batches} is less "
+            f"{tool} interleaves stages for at least as many micro-batches as ranks, and {num_micro_batches} is less "
             f"than {num_ranks}",
             help=f"use {num_ranks}",
         )

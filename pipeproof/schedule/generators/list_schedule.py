@@ -217,29 +217,20 @@ class Run:
             self._forwards[stage] += 1
             self._held[rank] += 1
             self._forward_was_last[rank] = True
-            self._hand_on_forward(stage, end)
+            if stage + 1 < len(self._rank_of):
+                self._arrive(self._forward_arrivals, stage + 1, end + self._edges[stage])
+            else:
+                self._input_arrivals[stage].append(end)
         elif kind is _I:
             end = now + self._work.backward_input[stage]
             self._inputs[stage] += 1
             self._forward_was_last[rank] = False
-            self._hand_on_input(stage, end)
+            if stage:
+                self._arrive(self._input_arrivals, stage - 1, end + self._edges[stage - 1])
         else:
             end = now + self._work.backward_weight[stage]
             self._weights[stage] += 1
             self._held[rank] -= 1
-        self._busy_until(rank, end)
-
-    def _hand_on_forward(self, stage: int, end: int) -> None:
-        if stage + 1 < len(self._rank_of):
-            self._arrive(self._forward_arrivals, stage + 1, end + self._edges[stage])
-        else:
-            self._input_arrivals[stage].append(end)
-
-    def _hand_on_input(self, stage: int, end: int) -> None:
-        if stage:
-            self._arrive(self._input_arrivals, stage - 1, end + self._edges[stage - 1])
-
-    def _busy_until(self, rank: int, end: int) -> None:
         self._free_at[rank] = end
         self.makespan = max(self.makespan, end)
         heappush(self._events, (end, rank))

@@ -13,8 +13,8 @@ pairs. Here each rank has two forwards more in its warm-up than the next one, an
 
 from __future__ import annotations
 
-from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule, steady_pairs
+from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import Schedule, in_turn, stage_ops, steady_pairs
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int, overlaps: bool = False) -> Schedule:  # noqa: FBT002
@@ -26,15 +26,8 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, overlaps: bool = False) 
     """
     ranks_behind = range(num_ranks - 1, -1, -1)
     num_warmup = [min(num_micro_batches, 2 * behind + 1 if overlaps else behind) for behind in ranks_behind]
-    programs = tuple(in_rounds(stage, warmup, num_micro_batches) for stage, warmup in enumerate(num_warmup))
-    return Schedule(programs, steady_pairs(num_micro_batches, num_warmup) if overlaps else ())
-
-
-def in_rounds(stage: int, num_warmup: int, num_micro_batches: int) -> tuple[Op, ...]:
-    """The program of a rank with one stage: warm-up forwards, then a forward and a backward in turn."""
-    forwards = [Op(OpKind.FORWARD, stage, k) for k in range(num_micro_batches)]
-    backwards = [Op(OpKind.BACKWARD, stage, k) for k in range(num_micro_batches)]
-    program = forwards[:num_warmup]
-    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
-        program += [forward, backward]
-    return tuple(program + backwards[num_micro_batches - num_warmup :])
+    programs, micro_batches = [], range(num_micro_batches)
+    for stage, warmup in enumerate(num_warmup):
+        forwards = stage_ops(OpKind.FORWARD, stage, micro_batches)
+        programs.append(in_turn(forwards, stage_ops(OpKind.BACKWARD, stage, micro_batches), warmup))
+    return Schedule(tuple(programs), steady_pairs(num_micro_batches, num_warmup) if overlaps else ())

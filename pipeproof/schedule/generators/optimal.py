@@ -31,11 +31,10 @@ from pipeproof.schedule.generators.interleaved_zb import interleaved_zb
 from pipeproof.schedule.generators.list_schedule import ListSchedule, Priority, Rule, Weights, list_schedule
 from pipeproof.schedule.generators.v_half import v_half
 from pipeproof.schedule.generators.v_min import v_min
-from pipeproof.schedule.generators.weight_lag import with_weight_lag
+from pipeproof.schedule.generators.weight_lag import one_stage
 from pipeproof.schedule.generators.workload import Placement, Workload, fits, in_index_order, make_workload
 from pipeproof.schedule.generators.zb_v import zb_v
-from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError, asap, stage_ops
+from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError, asap
 
 _MAX_OPERATIONS = 150_000
 """Operations that all rules together may schedule, about half a second of work; one rule may take more."""
@@ -160,15 +159,5 @@ def _round_robin_orders(work: Workload) -> Iterator[Schedule]:
 
 
 def _rounds(work: Workload, warmups: Sequence[int], lags: Sequence[int]) -> Schedule:
-    indices = range(work.num_micro_batches)
-    return Schedule(
-        tuple(
-            with_weight_lag(
-                stage_ops(OpKind.FORWARD, stage, indices),
-                stage_ops(OpKind.BACKWARD_INPUT, stage, indices),
-                num_warmup=warmups[stage],
-                weight_lag=lags[stage],
-            )
-            for (stage,) in work.placement
-        )
-    )
+    stages = (stage for (stage,) in work.placement)
+    return Schedule(tuple(one_stage(stage, work.num_micro_batches, warmups[stage], lags[stage]) for stage in stages))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule, UnfitSizesError, stage_ops, steady_pairs
+from pipeproof.schedule.programs import Schedule, UnfitSizesError, in_turn, stage_ops, steady_pairs
 
 
 def equal_rounds(title: str, num_ranks: int, num_micro_batches: int) -> list[int]:
@@ -95,10 +95,7 @@ def round_robin(
         stages = range(rank, num_chunks * num_ranks, num_ranks)
         first = _in_order(OpKind.FORWARD, stages, num_micro_batches, forward_places)
         second = _in_order(OpKind.BACKWARD, stages, num_micro_batches, backward_places)
-        program = first[:warmup]
-        for pair in zip(first[warmup:], second, strict=False):
-            program += pair
-        programs.append(tuple(program + second[max(0, len(first) - warmup) :]))
+        programs.append(in_turn(first, second, warmup))
     return Schedule(tuple(programs))
 
 

@@ -10,7 +10,7 @@ the first.
 from __future__ import annotations
 
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Program, Schedule
+from pipeproof.schedule.programs import Program, Schedule, in_turn
 
 
 def seq1f1b(num_ranks: int, num_micro_batches: int, num_splits: int) -> Schedule:
@@ -31,10 +31,6 @@ _WorkItems = list[tuple[int, int | None]]
 
 
 def _rank_program(stage: int, num_warmup: int, onward: _WorkItems, back: _WorkItems) -> Program:
-    num_warmup = min(num_warmup, len(onward))
     forwards = [Op(OpKind.FORWARD, stage, micro_batch, split=split) for micro_batch, split in onward]
     backwards = [Op(OpKind.BACKWARD, stage, micro_batch, split=split) for micro_batch, split in back]
-    program = forwards[:num_warmup]
-    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
-        program += [forward, backward]
-    return tuple(program + backwards[len(onward) - num_warmup :])
+    return in_turn(forwards, backwards, num_warmup)

@@ -13,7 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Program
+from pipeproof.schedule.programs import Program, stage_ops
+
+
+def one_stage(stage: int, num_micro_batches: int, num_warmup: int, weight_lag: int) -> Program:
+    """The program of a rank with one stage, in the order of its micro-batches."""
+    kinds = OpKind.FORWARD, OpKind.BACKWARD_INPUT
+    forwards, input_gradients = (stage_ops(kind, stage, range(num_micro_batches)) for kind in kinds)
+    return with_weight_lag(forwards, input_gradients, num_warmup=num_warmup, weight_lag=weight_lag)
 
 
 def with_weight_lag(

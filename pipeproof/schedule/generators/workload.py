@@ -154,14 +154,8 @@ def in_index_order(programs: Programs) -> Programs:
 
 def most_held(programs: Programs) -> list[int]:
     """The most activations that each rank holds from F to the end of W, for any times of operations."""
-    peaks = []
-    for program in programs:
-        held = peak = 0
-        for op in program:
-            held += (op.kind is _F) - (op.kind in (_B, _W))
-            peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
+    changes = (((op.kind is _F) - (op.kind in (_B, _W)) for op in program) for program in programs)
+    return [max(accumulate(of_rank, initial=0)) for of_rank in changes]
 
 
 def fits(schedule: Schedule, work: Workload) -> bool:

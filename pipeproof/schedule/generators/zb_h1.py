@@ -28,8 +28,7 @@ longer for p >= 2 (p = 4, m = 8: 29 and not 27).
 
 from __future__ import annotations
 
-from pipeproof.schedule.generators.weight_lag import with_weight_lag
-from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.generators.weight_lag import one_stage
 from pipeproof.schedule.programs import Schedule
 
 
@@ -39,14 +38,4 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     Every rank holds at most ``min(m, p)`` activations if W frees them, and
     rank ``r`` at most ``min(m, p - r)`` if I does.
     """
-    return Schedule(
-        tuple(
-            with_weight_lag(
-                [Op(OpKind.FORWARD, rank, k) for k in range(num_micro_batches)],
-                [Op(OpKind.BACKWARD_INPUT, rank, k) for k in range(num_micro_batches)],
-                num_warmup=num_ranks - 1 - rank,
-                weight_lag=rank,
-            )
-            for rank in range(num_ranks)
-        )
-    )
+    return Schedule(tuple(one_stage(rank, num_micro_batches, num_ranks - 1 - rank, rank) for rank in range(num_ranks)))

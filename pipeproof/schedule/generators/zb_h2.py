@@ -25,8 +25,7 @@ n (tf + ti - 2 tw) for the longest span, which is this where it exceeds the othe
 
 from __future__ import annotations
 
-from pipeproof.schedule.generators.weight_lag import with_weight_lag
-from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.generators.weight_lag import one_stage
 from pipeproof.schedule.programs import Schedule
 
 
@@ -41,12 +40,7 @@ def zb_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
     spare = max(0, num_micro_batches - num_ranks)
     return Schedule(
         tuple(
-            with_weight_lag(
-                [Op(OpKind.FORWARD, rank, k) for k in range(num_micro_batches)],
-                [Op(OpKind.BACKWARD_INPUT, rank, k) for k in range(num_micro_batches)],
-                num_warmup=num_ranks - 1 - rank + min(num_ranks - 1 - rank, spare),
-                weight_lag=rank + min(rank, spare),
-            )
-            for rank in range(num_ranks)
+            one_stage(rank, num_micro_batches, behind + min(behind, spare), rank + min(rank, spare))
+            for rank, behind in enumerate(reversed(range(num_ranks)))
         )
     )
