@@ -15,6 +15,7 @@ from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.paddle.pipeline import Pipeline
 from pipeproof.exec.train.paddle.record_layers import record_layers
+from pipeproof.exec.train.paddle.semi_auto import plan_of_schedule
 from pipeproof.exec.train.paddle.tune import tune
 from pipeproof.exec.train.tuned_layout import Layout
 from pipeproof.exec.train.tuning import Search
@@ -25,6 +26,7 @@ __all__ = [
     "PipelineError",
     "PlanRefused",
     "Search",
+    "plan_of_schedule",
     "record_layers",
     "stages_of_rank",
     "tune",
