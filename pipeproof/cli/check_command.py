@@ -75,8 +75,8 @@ def check(
         ("--queue", queue, {_Kind.PROGRAM, _Kind.LOG}),
         ("--set", source.settings or None, {_Kind.PLAN, _Kind.IMPORTED}),
     ):
-        if value is not None and takers.isdisjoint(kinds):
-            raise click.UsageError(f"{option} is for {' and '.join(sorted(takers))}, and {files[0]} is {kinds[0]}")
+        if value is not None and takers.isdisjoint(kinds) and files[0].exists():
+            raise click.UsageError(f"{option} is for {' and '.join(sorted(takers))}, which {files[0]} is not")
     if {_Kind.PLAN, _Kind.IMPORTED}.isdisjoint(kinds):
         source.refuse_import_options()
     selection = selection_of(select, ignore, _codes(set(kinds)))
