@@ -58,7 +58,7 @@ def main() -> None:
         print(f"  {num_micro_batches:>4} micro-batches: {rows:>8,} operations, {total:.2f} s, {each}")
     print("\nlike Llama 3 405B: PP 16 x 8 chunks, TP 8 with SP, DP 64, 128 micro-batches, seconds")
     print_parts("pipeproof", part("llama", 128))
-    print("\n10,240 ranks, PP 16 x TP 8 x DP 80, one of which lacks a collective, 8 micro-batches, seconds")
+    print("\n10,240 ranks, one without a collective, PP 16 x TP 8 x DP 80, 8 micro-batches, seconds")
     print_parts("pipeproof", part("broken", 8))
 
 

@@ -3,8 +3,8 @@
 ``python benchmarks/check_startup.py [REPEATS]`` prints, for each command, the
 median and the fastest wall time, the median processor time (which a busy
 machine changes less), the ratio to a bare interpreter, and the imports that
-take longest. Commands take turns, so that a machine that is busy for a while
-slows all of them. Nothing is asserted: times are the machine's.
+take longest. Commands take turns: if the machine is busy for a while, all of them slow down. Nothing is asserted: times
+are the machine's.
 """
 
 from __future__ import annotations

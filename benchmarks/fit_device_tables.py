@@ -9,11 +9,11 @@ measured time in eight and four bits includes the cast of the activations [m, k]
 fit and not of the table: a plan counts its own casts.
 
 Collectives: ``message_size`` counts elements. The table has 2^28 elements in ``half`` and 2^29 in ``int8`` at nearly
-the same time (within a few percent where no switch adds; an all-gather of 8 ranks 1401 and 1399 us), so bytes are what
-is moved. The elements are those of the whole tensor: of one rank's part they would be 2.7 TB/s over links of 450 GB/s.
+the same time (within a few percent where no switch adds; an all-gather of 8 ranks 1401 and 1399 us), so bytes are
+moved. The elements are of the whole tensor: counted for one rank's part they would be 2.7 TB/s over links of 450 GB/s.
 
 With ``--left-out`` every fourth of a curve's sizes, by work or by bytes, is left out in turn, and predicted by the
-curve of the others. Then each quarter is: the first and the last lie outside of what was fitted.
+curve of the others. Then each quarter is left out: the first and the last lie outside of the fitted sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 DEVICES = {"h100": (989.4, 1978.9, None, 3350), "h200": (989, 1979, None, 4800), "b200": (2250, 4500, 9000, 8000)}
-"""Peaks in TFLOP/s in bfloat16, float8 and float4, and memory in GB/s: those of the data sheets."""
+"""Peaks in TFLOP/s in bfloat16, float8 and float4, and memory in GB/s, from the data sheets."""
 
 DTYPES = {"bfloat16": ("bfloat16", 0, 2), "fp8": ("float8", 1, 1), "fp8_block": ("float8_block", 1, 1),
           "nvfp4": ("float4", 2, 0.5625)}  # fmt: skip

@@ -2,7 +2,7 @@
 
 ``python benchmarks/fit_memory_shares.py`` predicts each configuration of the board's set `mlperf` with shares in steps
 of 0.05 (20 s of CPU time). A device's share is the step with the smallest mean error. Then each number of ranks is left
-out in turn: the share is that of the others, and the error that of the size that was left out.
+out in turn: the share is fitted to the others, and the error is the left-out size's.
 """
 
 from __future__ import annotations

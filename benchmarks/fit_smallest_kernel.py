@@ -1,11 +1,11 @@
 """Time of the smallest elementwise kernel in DeepSeek's published training profile, for ``cost/device_tables.py``.
 
 ``python benchmarks/fit_smallest_kernel.py train.json`` reads the profile of deepseek-ai/profile-data (H800, one
-overlapped forward and backward of DualPipe). Small are PyTorch's elementwise kernels with at most one block of threads
-for each processor: more work for one of them would not take longer. Of these it prints the time of a kernel, and the
-time from its start to that of the next kernel of its stream, which is what a sequence of small operations takes. Pauses
-of more than 10 us are waits for other streams and left out. The last column leaves out one name of kernel in turn: the
-largest change of the mean.
+overlapped forward and backward of DualPipe). Small kernels are PyTorch's elementwise kernels with at most one block of
+threads for each processor: with more work they would not take longer. It prints the time of such a kernel, and the time
+between its start and the start of the next kernel of its stream, which is the time of an operation in a sequence of
+small ones. Pauses of more than 10 us are waits for other streams and left out. The last column leaves out one name of
+kernel in turn: the largest change of the mean.
 """
 
 from __future__ import annotations

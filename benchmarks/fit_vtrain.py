@@ -1,13 +1,13 @@
-"""Fits what vTrain's trainings give of an A100: its share of memory bandwidth, the host, and its all-reduces.
+"""Fits constants of an A100 to vTrain's trainings: its share of memory bandwidth, the host, and its all-reduces.
 
 ``python benchmarks/fit_vtrain.py`` predicts both groups of the board's set `vtrain` with shares in steps of 0.05 and
 times of the host in steps of 2 us (8 minutes of CPU time), and prints the mean and the median size of their errors. The
-share is that of the smallest sum of both means; the host, that of one node with this share.
+share has the smallest sum of both means; the host time is fitted to one node with this share.
 
 ``python benchmarks/fit_vtrain.py DIRECTORY`` prints the rows of `pipeproof/cost/device_tables.py` for all-reduces among
 2, 4 and 8 A100 of a node instead, with residuals. DIRECTORY has `AR_GPU2_1M_1024M_LUT` and so on of VIA-Research/vTrain
-(MIT; commit f8dda84, `trace/a100`): sizes from 1 MiB to 1 GiB in steps of 1 MiB. Those nearest to quarter powers of two
-are fitted, so that small and large sizes count alike. Fewer ranks start no later than more of them.
+(MIT; commit f8dda84, `trace/a100`): sizes from 1 MiB to 1 GiB in steps of 1 MiB. The sizes nearest to quarter powers of
+two are fitted: small and large sizes then count equally. Fewer ranks start no later than more of them.
 """
 
 from __future__ import annotations

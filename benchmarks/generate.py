@@ -88,7 +88,7 @@ def torch_generation(class_name: str, request: Request) -> Callable[[], object]:
 
 
 def fastest(runs: list[Callable[[], object]], repeats: int) -> list[float]:
-    """The fastest time of each, taking turns; all that is made is kept, so that every run is given new memory."""
+    """The fastest time of each, in turns; all results are kept, to give every run new memory."""
     times: list[list[float]] = [[] for _ in runs]
     kept = []
     gc.collect()

@@ -1,7 +1,7 @@
 """Host time of a stage as graphs, next to the same modules in eager mode: F, and I with W, of one micro-batch.
 
-The tensors are small, so that the time is that of Python and PyTorch's dispatch, and not of arithmetic. Printed are
-medians in microseconds, and their ratio; below 1 the graphs need less. A loaded machine shows nothing.
+The tensors are small: the time is spent in Python and PyTorch's dispatch, not in arithmetic. It prints medians in
+microseconds, and their ratio; below 1 the graphs need less. A loaded machine shows nothing.
 
     python benchmarks/graph_host_cost.py --blocks 4
 """

@@ -150,7 +150,7 @@ def compare(measured: dict[str, Any]) -> None:
 
 
 def _plan(hidden: int, heads: int, ffn: int, seq: int, blocks: int) -> dict[str, Any]:
-    """Four stages, of which the second has nothing but blocks and holds ``HELD`` micro-batches."""
+    """Four stages; the second has only blocks and holds ``HELD`` micro-batches."""
     layers = [f"layer.{i}" for i in range(4 * blocks)]
     cut = [layers[i * blocks : (i + 1) * blocks] for i in range(4)]
     return {

@@ -1,9 +1,8 @@
 """Cost of a rehearsal with more and more processes of one machine: ``python benchmarks/rehearse_growth.py``.
 
-Each row is a pipeline over as many ranks, 1F1B with 8 micro-batches. The count
-of messages and of elements that ranks compare is that of the report; the time
-of processors is what the system counted for all processes together. ``--ranks``
-chooses rows, ``--backend`` whose processes they are.
+Each row is a pipeline over as many ranks, 1F1B with 8 micro-batches. The report gives the numbers of messages and of
+elements that ranks compare; the system gives the processor time of all processes together. ``--ranks`` chooses rows,
+``--backend`` the framework.
 """
 
 from __future__ import annotations

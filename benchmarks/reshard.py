@@ -1,9 +1,9 @@
 """Rate and peak memory of resharding a large state, next to a plain copy of the same bytes.
 
-The state is made up: a GPT of the size asked for, cut by tp 2 x pp 2, AdamW's moments sharded over dp 2 or not, of
-random bytes. It is cut for tp 4, so that dims other than the first are cut in other places, and merged into one file.
-The rival is `cp -r` of the source. Both begin with the source's pages dropped from the cache and end with
-fsync of every file that they wrote; which goes first alternates.
+The state is made up of random bytes: a GPT of the given size, cut by tp 2 x pp 2, AdamW's moments sharded over dp 2 or
+not. It is cut for tp 4, which also cuts dims other than the first in other places, and merged into one file. The rival
+is `cp -r` of the source. Both begin with the source's pages dropped from the cache and end with fsync of every file
+that they wrote; which goes first alternates.
 
     python benchmarks/reshard.py --gb 10
     python benchmarks/reshard.py --gb 10 --sharded --repeats 3

@@ -1,9 +1,9 @@
 """Host time of the runtime for each operation of a schedule, without computation and without communication.
 
 One rank of a plan runs in this process. Its stages return their tensors, and its transfers are done when they are
-posted, so that what is left is the interpreter, the tensors between operations and the progress for the stall watch.
-Times are CPU times of the thread, the smallest of the rounds, so that other processes matter little. ``progress`` is
-the difference to a run without it, and ``log`` what a log with times adds, as for a profile.
+posted. Only the interpreter, the tensors between operations and the progress for the stall watch are left. Times are
+CPU times of the thread, the smallest of the rounds: other processes matter little. ``progress`` is the difference to a
+run without it, and ``log`` the time that a log with times adds, as for a profile.
 
     python benchmarks/runtime_host_cost.py --schedules 1f1b zb_v
 """

@@ -121,7 +121,7 @@ def whole_table(sides: dict[str, dict[str, Any]]) -> str:
 
 
 def in_own_process(size: str, engine: str, python: str) -> dict[str, float] | None:
-    """The measurement; None where what it needs is not installed."""
+    """The measurement; None if a package that it needs is not installed."""
     if engine == "fast, numba" and importlib.util.find_spec("numba") is None:
         return None
     if engine == "PyTorch" and not has_torch(python):

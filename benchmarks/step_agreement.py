@@ -1,8 +1,8 @@
 """Host time of the ranks' agreement on the signature of a step, before and after it existed, in turns in one run.
 
-Processes on the CPU train small transformer blocks, so that a step is bound by its operations. ``before`` skips the
-agreement: the ranks take the signature of the start. Times are CPU times of the thread that calls ``step``, medians
-of the rounds; ``agreement`` is the time in the agreement alone, with the word and its messages.
+Processes on the CPU train small transformer blocks: their operations bound a step. ``before`` skips the agreement: the
+ranks take the signature of the start. Times are CPU times of the thread that calls ``step``, medians of the rounds;
+``agreement`` is the time in the agreement alone, with the word and its messages.
 
     python benchmarks/step_agreement.py
     python benchmarks/step_agreement.py --ranks 4 --schedule zb_v --micro-batches 16

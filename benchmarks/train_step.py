@@ -1,9 +1,9 @@
 """Step time and memory of ``pipeproof.torch.Pipeline``, compared with ``torch.distributed.pipelining``.
 
 Both run the same modules (a Hugging Face Llama with random weights), the same schedule and the same micro-batches, in
-the same processes and in turns: a few steps of one, a few of the other. Printed are the medians of the rounds, and the
-median of their ratios; below 1 pipeproof is faster. Peak memory is that of a step while the other one does not exist:
-PyTorch's stages keep their receive buffers between steps.
+the same processes and in turns: a few steps of one, a few of the other. It prints the medians of the rounds, and the
+median of their ratios; below 1 pipeproof is faster. Peak memory is measured in a step while the other pipeline does not
+exist: PyTorch's stages keep their receive buffers between steps.
 
     python benchmarks/train_step.py                       # 4 processes on the CPU, gloo
     python benchmarks/train_step.py --device cuda --ranks 2 --hidden 4096 --layers 8 --sequence 2048 --dtype bfloat16

@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The layout that tune chooses, next to all others.")
     parser.add_argument("--layers-ms", default="2,5,3,8,1,4,2,6", help="milliseconds of F of each layer, ',' between")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3, help="steps of each layout, the fastest of which counts")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each layout; the fastest counts")
     parser.add_argument("--trials", type=int, default=3, help="layouts that tune runs")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -155,7 +155,7 @@ def _best(found: Sequence[tuple[float, Any]]) -> list[Any]:
 
 
 def _slowest(ms: float) -> float:
-    """The time of the slowest rank, so that all ranks choose the same layouts."""
+    """The time of the slowest rank: with it all ranks choose the same layouts."""
     value = torch.tensor(ms, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)

@@ -1,11 +1,10 @@
 """Cost of `pipeproof.torch.watch`: steps with and without it, side by side in one job of two ranks.
 
-Short blocks of steps alternate between watched and not watched (off, on, on, off), so that both see the same load of
-the machine. A step has micro-batches of matrix products, a message for each in both directions, and two all-reduces.
-For wall clock and for the processor time of the main thread, the benchmark prints the median over pairs of blocks of
-the difference, in percent of the step, with a 95 % interval (order statistics of the pairs). It also prints the
-processor time that one operation takes in a loop of operations alone. On GPUs it also captures a CUDA graph under the
-watch.
+Short blocks of steps alternate between watched and not watched (off, on, on, off): both then see the same load of the
+machine. A step has micro-batches of matrix products, a message for each in both directions, and two all-reduces. For
+wall clock and for the processor time of the main thread, the benchmark prints the median over pairs of blocks of the
+difference, in percent of the step, with a 95 % interval (order statistics of the pairs). It also prints the processor
+time that one operation takes in a loop of operations alone. On GPUs it also captures a CUDA graph under the watch.
 
     python benchmarks/watch_overhead.py --seconds 120
     python benchmarks/watch_overhead.py --backend nccl --seconds 60       # two GPUs

@@ -12,9 +12,8 @@ operations), processor and wall seconds of
   and ``_simulate_comms_compute``;
 
 and the ratio. Each side runs in a process of its own, once, without garbage
-collection; imports are not counted on either side. PyTorch is that of the
-interpreter that ``--torch-python`` names, by default the one that runs this.
-Nothing is asserted: times are the machine's.
+collection; imports are not counted on either side. ``--torch-python`` names an interpreter with PyTorch, by default the
+one that runs this. Nothing is asserted: times are the machine's.
 """
 
 from __future__ import annotations

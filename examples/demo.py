@@ -162,11 +162,11 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def lesson(full_file: Path, damaged_file: Path) -> list[str]:
-    """Show from the two reports why the loss is no evidence; return the problems, if any."""
+    """Show from the two reports why the loss proves nothing; return the problems, if any."""
     if not (full_file.exists() and damaged_file.exists()):
         return ["a run wrote no report, so there is nothing to compare"]
     full, damaged = first_step(full_file), first_step(damaged_file)
-    print_now("\n== the loss is no evidence: the first step of both runs\n")
+    print_now("\n== the loss proves nothing: the first step of both runs\n")
     print_comparison(full, damaged)
     problems = []
     if not full.loss == damaged.loss == full.reference_loss:
@@ -212,7 +212,7 @@ def print_comparison(full: FirstStep, damaged: FirstStep) -> None:
     print_now(
         "\nThe losses agree to the last bit, because the first forward pass was correct in both runs. Yet with\n"
         "partial transport in the backward direction every gradient upstream of the boundary is wrong. A\n"
-        "plausible loss is no evidence for gradients: prove the plan, or compare every gradient.\n"
+        "plausible loss proves nothing about gradients: prove the plan, or compare every gradient.\n"
     )
 
 

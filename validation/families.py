@@ -403,7 +403,7 @@ def results_of(family: Family) -> dict[str, str]:
         shards: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shards, mine)
         failures = [shard for shard in shards if isinstance(shard, str)]
-        rows[schedule] = min(failures) if failures else ""  # a crash before what it made of the others
+        rows[schedule] = min(failures) if failures else ""  # a crash, before the failures that it caused
         if not failures and not dist.get_rank():
             rows[schedule] = verdict(reference, shards, tied)
     return rows

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/gpu/alternating_pipelines.py "1536,2048,6,10;1024,1024,4,16" 1f1b,interleaved
 
 The arguments are the first two of ``module_pipelines.py``; both sides have the same schedule, the rival with
-``torch.compile`` of each block. The speed of a host that is shared with others changes by half within a minute, so that
-one side is timed directly after the other, and the ratio is the median of such pairs. Printed are also both medians in
-milliseconds and the smallest and the largest ratio of a pair.
+``torch.compile`` of each block. The speed of a shared host changes by half within a minute. Therefore one side is timed
+directly after the other, and the ratio is the median of such pairs. Printed are also both medians in milliseconds and
+the smallest and the largest ratio of a pair.
 """
 
 from __future__ import annotations

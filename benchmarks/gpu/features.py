@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/features.py --seconds 240
 
-Plans are those of ``tests/features.py`` on two ranks, in float32 and small, and a few long ones in bfloat16, on which
+The plans come from ``tests/features.py`` on two ranks, in float32 and small. A few are long, in bfloat16, where
 PyTorch's fast attention adds in no fixed order. Several run at a time, so their times mean nothing. Each line has the
-status, the kind of comparison and, for a failure, the error. What has not begun after ``--seconds`` is named. Exit
-status 1 if a run failed. ``--device cpu`` shows over gloo that this file works.
+status, the kind of comparison and, for a failure, the error. Runs that have not begun after ``--seconds`` are named.
+Exit status 1 if a run failed. ``--device cpu`` shows over gloo that this file works.
 """
 
 from __future__ import annotations

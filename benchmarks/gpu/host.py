@@ -6,10 +6,10 @@
 The default size keeps an H200 idle most of the time when its kernels are launched one by one. With tiny tensors on a
 CPU the step is host time alone. A round times a few steps of each way; all rounds are appended to RESULTS.jsonl as they
 come: milliseconds of the wall, and of the processors, which other processes disturb less, by the slowest rank. The last
-lines are medians: ``ratio`` is the median over rounds of the time by that of PyTorch's eager step in the same round,
-``cpu_ratio`` that of the processors' time. The eager ways are timed first, then all of them; a way that takes longer
-than its time limit to make or run ends the job, with the stacks of the rank. ``--profile`` writes where each rank
-spends five steps of the eager ways, for ``python -m pstats``.
+lines are medians: ``ratio`` is the median over rounds of the time divided by the time of PyTorch's eager step in the
+same round, ``cpu_ratio`` the same ratio of processor times. The eager ways are timed first, then all of them; a way
+that takes longer than its time limit to make or run ends the job, with the stacks of the rank. ``--profile`` writes
+where each rank spends five steps of the eager ways, for ``python -m pstats``.
 """
 
 from __future__ import annotations

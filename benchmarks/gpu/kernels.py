@@ -4,8 +4,8 @@
 
 The size (hidden, sequence, blocks, micro-batches), and for blocks with experts
 how many, how many for a token and their inner size. Forward and backward of all
-micro-batches on one GPU, bfloat16. Times are those of the kernels, in
-milliseconds of a step; what is left of the step is time in which none ran.
+micro-batches on one GPU, bfloat16. Times are kernel times, in milliseconds of a step; in the rest of the step no kernel
+ran.
 """
 
 from __future__ import annotations

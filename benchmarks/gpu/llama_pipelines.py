@@ -11,9 +11,9 @@ DTensor (``tp``). Forward and backward of all micro-batches, each of one row of 
 
 Each row is one way to run a schedule: milliseconds, the ratio to the best compiled row of the rival so far (it cannot
 split the backward of compiled blocks), GiB, the losses of the first ``NUM_STEPS`` steps of SGD, and ``as_first``: the
-gradients of all these steps have the bits of the first row whose blocks run alike: eager, compiled, or as graphs of
-stages that are cut alike. All schedules run one way before the next way begins, so that a run which is cut short has
-all of them.
+gradients of all these steps have the bits of the first row whose blocks run the same way: eager, compiled, or as graphs
+of equally cut stages. All schedules run one way before the next way begins: a run that is cut short then has all
+schedules.
 """
 
 from __future__ import annotations

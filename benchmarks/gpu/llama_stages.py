@@ -39,7 +39,7 @@ def llama(size: Size, device: torch.device, seed: int = 0) -> PreTrainedModel:
 
 
 def qwen3_moe(size: Size, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """A model like that of ``llama``, with 128 experts, 8 for each token: blocks of Qwen3-30B-A3B at hidden 2048."""
+    """A model like ``llama``'s, with 128 experts, 8 for each token: blocks of Qwen3-30B-A3B at hidden 2048."""
     config = Qwen3MoeConfig(
         hidden_size=size.hidden, moe_intermediate_size=size.hidden * 3 // 8, num_experts=128, num_experts_per_tok=8,
         num_hidden_layers=size.num_layers * dist.get_world_size(), num_attention_heads=2 * size.num_heads,
@@ -124,7 +124,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined(own: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Values of all ranks by name; for a name of several ranks, that of the first."""
+    """Values of all ranks by name; for a name of several ranks, the value of the first."""
     everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(own))
     return {name: value for of_rank in reversed(everyone) for name, value in of_rank.items()}

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/gpu/module_kernels.py "4096,4096,4,8" 1f1b 1f1b,zb_v
 
-The arguments are those of ``module_pipelines.py``. Printed are, for each rank, the milliseconds of a step in matrix
-products, attention, other computation and messages, and the time in which no computation ran. *Slower* is what
+The arguments are as in ``module_pipelines.py``. For each rank it prints the milliseconds of a step in matrix products,
+attention, other computation and messages, and the time in which no computation ran. *Slower* is the time that
 computation lost next to messages: its time above the median of the same kernel on the same grid without a message, if
 there was one. Kernels are classified by their names. On a CPU it counts operations, with those inside of others.
 """

@@ -6,7 +6,7 @@ The first argument has sizes (hidden, sequence, blocks of a rank, micro-batches)
 rival's schedules, the third ours. Forward and backward of all micro-batches, bfloat16, no optimizer, a GPU a rank. The
 rival is ``torch.distributed.pipelining`` with ``torch.compile`` of each block; ours are the same modules with
 ``split="graph"``, operation by operation and replayed as one CUDA graph. Milliseconds, ratios to the best of the rival,
-and GiB. The rival cannot split the backward of compiled blocks, so that its ``zb_v`` does not run.
+and GiB. The rival cannot split the backward of compiled blocks, so its ``zb_v`` does not run.
 """
 
 from __future__ import annotations

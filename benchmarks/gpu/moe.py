@@ -8,11 +8,10 @@ First no pipeline, and experts shared out over all ranks (``ep``), with both
 dispatchers, and with pairs that take turns: the rival is a plain loop over
 micro-batches, with an all-to-all each way. Then pipelines of the given schedules with all experts
 of a block on its rank: the rival is ``torch.distributed.pipelining``. Both sides
-multiply all experts in one kernel. A fourth argument is a text that names of plans contain.
+multiply all experts in one kernel. A fourth argument selects the plans whose names contain it.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer; gradients that
-ranks of experts share are summed. ``work`` is ours without communication, as if
-every rank sent what it is sent.
+ranks of experts share are summed. ``work`` is ours without communication, as if every rank received its own tensors.
 """
 
 from __future__ import annotations

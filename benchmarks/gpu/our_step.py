@@ -28,7 +28,7 @@ from pipeproof.stages.common import weights as held
 
 NUM_MARKED = 3
 NUM_DRAWS = 999_983
-"""A prime, so that no two rows of a matrix are the same."""
+"""A prime: no two rows of a matrix are the same."""
 _COSTS = {
     OpKind.FORWARD: "forward_us",
     OpKind.BACKWARD: "backward_us",
@@ -40,7 +40,7 @@ _COSTS = {
 class OurStep:
     """Forward and backward of all micro-batches of one rank, without the optimizer.
 
-    ``alone``: receives are copies on the device, sends and collectives nothing, so that what is left is the work.
+    ``alone``: receives are copies on the device, sends and collectives do nothing, so only the work is left.
     """
 
     def __init__(self, data: Mapping[str, Any], framework: TorchFramework, *, alone: bool = False) -> None:
@@ -72,7 +72,7 @@ class OurStep:
         self._adapter.log.clear()
 
     def floor_ms(self) -> float:
-        """The simulated step whose operations take what they took in a replay of this one, and whose messages nothing.
+        """Time of the simulated step with the operation times of a replay of this step, and messages that take no time.
 
         For a step that is ``alone``, on all ranks.
         """
@@ -179,7 +179,7 @@ def start(timeout: timedelta | None = None) -> tuple[TorchFramework, Callable[[s
     """Join the world that torchrun describes; PyTorch on this rank's device, and what prints on the first rank.
 
     Ranks share GPUs where there are fewer than ranks: results are right then, and times mean nothing.
-    ``timeout`` is that of the world's collectives, by default PyTorch's.
+    ``timeout`` limits the world's collectives, by default as in PyTorch.
     """
     held.initial_weight = _QuickWeights()
     device = "gpu" if torch.cuda.is_available() else "cpu"

@@ -5,14 +5,14 @@
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of
 a block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks,
 by default 1; the experts of a block are shared out over the others. Both dispatchers. ``--timeline FILE`` draws the
-last timed step of both sides, with the device's times: its suffix is one of those of ``pipeproof run -o``.
+last timed step of both sides, with the device's times, in a format of ``pipeproof run -o``, by its suffix.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer. The two sides are timed one step after the other; a
-step counts from a common start to the end of the slowest rank. Printed are medians, and of pairs of steps the median,
-smallest and largest ratio, then all steps. In further steps of each side the device times all operations: ``comm`` is
-the time of the collectives over ``ep``, ``exposed`` the part of it in which the rank computed nothing, ``busy`` the
-time in which it computed, and ``idle`` the rest of the step, of the rank where most is exposed. ``GiB`` is the peak of
-a step above what it found. The bits of losses and gradients are compared with kernels that add in one order.
+step counts from a common start to the end of the slowest rank. It prints medians, then the median, smallest and largest
+ratio of pairs of steps, then all steps. In further steps of each side the device times all operations: ``comm`` is the
+time of the collectives over ``ep``, ``exposed`` the part of it in which the rank computed nothing, ``busy`` the time in
+which it computed, and ``idle`` the rest of the step, of the rank where most is exposed. ``GiB`` is the peak of a step
+above the memory at its start. The bits of losses and gradients are compared with kernels that add in one order.
 ``predicted`` are simulated steps, with the same parts: with a profile of the plan without overlap, with messages as the
 backend has them, and with the slowdown of products next to exchanges as it was measured by itself.
 """

@@ -5,8 +5,8 @@
 
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of a
 block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks, by
-default 1; the experts of a block are shared out over the others, with one pipeline for each expert-parallel rank. An
-expert takes at most ``--capacity`` times its fair share of the visits of a rank, so that all shapes are fixed.
+default 1; the experts of a block are shared out over the others, with one pipeline for each expert-parallel rank. All
+shapes are fixed: an expert takes at most ``--capacity`` times its fair share of the visits of a rank.
 
 Forward and backward of all micro-batches, no optimizer; weights that are not of experts are not summed over the
 expert-parallel ranks. First the bits of losses and gradients, in each of ``--dtypes``, with kernels that add in one
@@ -86,7 +86,7 @@ class Exchanges:
         self._marks.append(marks)
 
     def take_ms(self) -> tuple[float, float]:
-        """The time in which exchanges were under way, and that of waits for them; forgets them."""
+        """The time in which exchanges were under way, and the time of waits for them; forgets them."""
         comm = exposed = 0.0
         last: Any = None
         for begun, ended, waits, waited in self._marks:
@@ -139,7 +139,8 @@ def _exchanged(rows: Tensor, group: Any) -> Tensor:
 
 
 class _Dispatched(torch.autograd.Function):
-    """Tokens [N, H] to the slots of experts [E C, H]: ``visit`` [E C] is that of a slot, ``slot`` [N k] of a visit.
+    """Tokens [N, H] to the slots of experts [E C, H]: ``visit`` [E C] is the visit of each slot, ``slot`` [N k] the
+    slot of each visit.
 
     Both have one index more for none. A gradient is a gather, too, and a sum in one order.
     """
@@ -213,7 +214,7 @@ class Experts(nn.Module):
     def _places(self, experts: Tensor, counts: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """The visit of each slot [E C], and the slot of each visit [N k]; the number of all where there is none."""
         order, begins = experts.argsort(stable=True), counts.cumsum(0) - counts
-        place = order.argsort() - begins[experts]  # of a visit among those of its expert
+        place = order.argsort() - begins[experts]  # of a visit among the visits of its expert
         slot = torch.where(place < num_slots, experts * num_slots + place, self.num_experts * num_slots)
         places = torch.arange(num_slots, device=experts.device)
         of_sorted = (begins.unsqueeze(1) + places).clamp(max=len(experts) - 1)
@@ -351,7 +352,7 @@ def _groups(pp: int, *, on_gpu: bool) -> tuple[Any, Any]:
 
 
 def _check_bits(job: Job, report: Callable[[str], None], title: str, *, replay: bool) -> None:
-    """Compare losses and gradients with those of steps without overlap, operation by operation."""
+    """Compare losses and gradients with steps without overlap, operation by operation."""
     torch.use_deterministic_algorithms(mode=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     plain = job.step(overlap=False, replay=False)

@@ -1,7 +1,7 @@
-"""Blocks with experts as plain modules of PyTorch: what a rival's stages are made of.
+"""Blocks with experts as plain modules of PyTorch: the parts of a rival's stages.
 
-The arithmetic is that of ``pipeproof.stages.torch``: the same choice of experts, products of all experts in one
-kernel, and one reading of the host where tokens go to other ranks.
+The arithmetic is as in ``pipeproof.stages.torch``: the same choice of experts, products of all experts in one kernel,
+and one read by the host where tokens go to other ranks.
 
 Shape letters: S sequence, B rows, H hidden, N = S B tokens, E experts, k of them for a token, V = N k visits,
 R expert-parallel ranks.

@@ -1,7 +1,7 @@
-"""The GPT as plain modules of PyTorch with plain autograd: what a rival's stages are made of.
+"""The GPT as plain modules of PyTorch with plain autograd: the parts of a rival's stages.
 
-The arithmetic is that of ``pipeproof.stages.torch``, with the same attention,
-norms and types, so that a comparison is of schedules, split backward and communication.
+The arithmetic is as in ``pipeproof.stages.torch``, with the same attention, norms and types. A comparison therefore
+shows schedules, split backward and communication alone.
 
 Shape letters: S sequence, B rows, H hidden, A heads, D head size.
 """

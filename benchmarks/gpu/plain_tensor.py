@@ -1,8 +1,7 @@
 """The GPT as plain modules of PyTorch that are cut over tensor-parallel ranks, with sequence parallelism.
 
-The cut is that of ``pipeproof.stages.torch``: columns, then rows, of each pair of weights, words of both ends, and
-tokens of what lies between (arXiv:2205.05198). Activations are [S, B, H] as in ours, so that parts of a sequence lie
-in one piece.
+The cut is as in ``pipeproof.stages.torch``: columns, then rows, of each pair of weights, words of both ends, and tokens
+in between (arXiv:2205.05198). Activations are [S, B, H] as in ours: parts of a sequence lie in one piece.
 
 Shape letters: T ranks, S sequence, n = S / T, B rows, H hidden, A heads of this rank, D head size, V words.
 """
@@ -96,7 +95,7 @@ class TensorStage(nn.Module):
         return torch.where(is_mine, place, 0), is_mine
 
     def sum_gradients(self) -> None:
-        """Of norms, whose gradients are those of each rank's tokens."""
+        """Sum the gradients of norms, which each rank has for its own tokens."""
         for name, weight in self.named_parameters():
             if "norm" in name:
                 dist.all_reduce(weight.grad, group=self.group)

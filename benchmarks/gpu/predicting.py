@@ -44,8 +44,8 @@ class Power:
     """Slowdown of a GPU whose mean power would be above its limit.
 
     ``busy`` is the share of the step that ranks computed when they were timed, ``slower`` how many times as long the
-    same computations take one right after the other: means over the ranks, for those of single ones scatter by more
-    than they differ. A computation takes the same energy at any clock, and the limit holds the mean power: without
+    same computations take one right after the other. Both are means over the ranks: values of single ranks scatter by
+    more than they differ. A computation takes the same energy at any clock, and the limit holds the mean power: without
     waiting the limit is ``1 / slower`` of what the computations would draw, so a rank is slower only where it computes
     for more than this share of a step.
     """
@@ -67,7 +67,7 @@ class FromFull:
     """Speedup of computations that were timed without waiting.
 
     A replayed step follows others, on a GPU that is still warm, and so it does not get back all of ``slower``: its
-    times are on a straight line between those without waiting and those of ``Power.busy``.
+    times are on a straight line between the times without waiting and the times at ``Power.busy``.
     """
 
     power: Power
@@ -189,7 +189,7 @@ def _given_us(text: str, cost: Mapping[str, Any]) -> float:
 
 
 def measured_starts(steps: Iterable[Mapping[int, Sequence[LogEntry]]]) -> tuple[float, OpTimes, OpTimes]:
-    """The same of measured steps, each from its own first start on: medians over them."""
+    """The same for measured steps, each from its own first start on: medians over them."""
     starts, lengths = defaultdict(list), defaultdict(list)
     extents = []
     for step in steps:

@@ -2,11 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/gpu/prediction.py OUT.json "2048,2048,4,8,16" [KINDS]
 
-The first argument is the file for the results, of which ``validation/pages/make_prediction.py``
-makes ``validation/results/prediction.md``. The second has sizes: hidden, sequence, blocks of a
-rank, micro-batches to profile, and more numbers of micro-batches to predict.
-Forward and backward of all micro-batches in bfloat16, no optimizer, a GPU a rank.
-Without GPUs it runs over gloo on processors, in float32: that tries the code.
+The first argument is the file for the results; ``validation/pages/make_prediction.py`` makes
+``validation/results/prediction.md`` from it. The second has sizes: hidden, sequence, blocks of a rank, micro-batches to
+profile, and more numbers of micro-batches to predict. Forward and backward of all micro-batches in bfloat16, no
+optimizer, a GPU a rank. Without GPUs it runs over gloo on processors, in float32: that tries the code.
 """
 
 from __future__ import annotations
@@ -243,7 +242,7 @@ def main() -> None:
         for count, kind in ((count, kind) for count in counts for kind in kinds):
             cases.append(benchmark.case(changed(size, num_micro_batches=count), kind, measured))
             benchmark.report(_line(size, cases[-1]))
-            if benchmark.rank == 0:  # each time: a run that is cut short has what it measured
+            if benchmark.rank == 0:  # each time: a run that is cut short keeps its measurements
                 out.write_text(json.dumps({**about, "sizes": sizes}, separators=(",", ":")) + "\n", encoding="utf-8")
     dist.barrier()
     os._exit(0)  # communicators of captured graphs would hold a normal exit up

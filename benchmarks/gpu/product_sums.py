@@ -1,11 +1,11 @@
-"""Products of a training next to those of the measured tables: sums inside a product, and sums into a gradient.
+"""Products of a training next to the products of the measured tables: sums inside a product, and sums into a gradient.
 
     python benchmarks/gpu/product_sums.py
 
 Products in eight bits of one block of Llama 3.1 405B (tp 8, 4,096 tokens), with and without fast accumulation:
 gradients are computed without it on Hopper, as TransformerEngine does, while the tables have products of inference.
-Then weight gradients in bfloat16 that are written, and that are added to what is there. Kinds alternate on a GPU that
-stays busy, so that both have the clock of a training.
+Then weight gradients in bfloat16 that are written, and that are added to the old ones. Kinds alternate on a GPU that
+stays busy: both then have the clock of a training.
 """
 
 from __future__ import annotations

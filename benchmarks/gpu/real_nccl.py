@@ -1,4 +1,4 @@
-"""Plans of four ranks on real NCCL, on as few GPUs as there are: what check proves holds, and what it refuses breaks.
+"""Plans of four ranks on real NCCL, on as few GPUs as there are: proved plans run, and refused plans fail.
 
     python benchmarks/gpu/real_nccl.py --backend torch                # rehearsals and runs
     python benchmarks/gpu/real_nccl.py --backend paddle --only rehearse

@@ -66,13 +66,13 @@ def plain_step(
     scale = 1 / (size.seq_length * size.num_micro_batches)
     shape = (size.num_micro_batches, 1, size.seq_length)
     tokens, labels = (torch.randint(0, size.vocab_size, shape, device=device) for _ in range(2))
-    alike = [weight for name, weight in model.named_parameters() if ".experts." not in name or "router" in name]
+    replicated = [weight for name, weight in model.named_parameters() if ".experts." not in name or "router" in name]
 
     def step() -> None:
         for words, targets in zip(tokens, labels, strict=True):
             (summed_loss(model(words), targets) * scale).backward()
         if is_shared_out:
-            for weight in alike:
+            for weight in replicated:
                 dist.all_reduce(weight.grad)
 
     return step

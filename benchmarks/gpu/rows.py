@@ -16,7 +16,7 @@ Bits = dict[str, tuple[int, int]]
 
 
 def bits_of(gradients: Mapping[str, torch.Tensor]) -> Bits:
-    """Two sums of the bits of each gradient, of which the second depends on their positions."""
+    """Two sums of the bits of each gradient; the second depends on their positions."""
     return {name: _sums(gradient) for name, gradient in gradients.items()}
 
 

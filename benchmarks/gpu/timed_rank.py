@@ -141,7 +141,7 @@ class OurRank:
         return [replay() for _ in range(num_replays + 1)][1:]
 
     def replayed_alone(self, num_replays: int) -> list[tuple[int, int]]:
-        """The same of all that the rank computes, without any message: the least that its step can take."""
+        """The same for the rank's computations alone, without messages: the shortest possible time of its step."""
         self._use(self._alone)
         self.adapter.begin(0)
         replay = captured(self._execute, self._device)

@@ -183,7 +183,7 @@ def with_fleet(partial):
 
 
 def whole(name, shards):
-    """Return a gradient from its shards or, if ranks should hold equal gradients, those of all ranks."""
+    """Return a gradient from its shards or, if ranks should hold equal gradients, the gradients of all ranks."""
     dim = SHARDED_DIM.get(name.rpartition(".")[2])
     return shards if dim is None else [np.concatenate(shards, dim)]
 

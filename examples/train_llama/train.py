@@ -80,7 +80,7 @@ def train(options: argparse.Namespace) -> None:
         example=(batch(0)[:MICRO_BATCH_SIZE],),
         split=options.split,
     )
-    del stages  # those of other ranks
+    del stages  # stages of other ranks
     if options.plan and dist.get_rank() == 0:
         pipe.plan.save(options.plan)
 

@@ -1,4 +1,4 @@
-"""A Lightning ``Trainer`` with pipeline stages: a strategy, and a module whose steps are those of a ``Pipeline``.
+"""A Lightning ``Trainer`` with pipeline stages: a strategy, and a module with the steps of a ``Pipeline``.
 
     torchrun --nproc-per-node 2 examples/trainers/lightning_strategy.py output
 
@@ -44,7 +44,7 @@ class PipelineStrategy(DDPStrategy):
 
 
 class PipelineModule(pl.LightningModule):
-    """The stages of this rank; losses and gradients are those of the mean over all labels of a batch."""
+    """The stages of this rank; the loss is the mean over all labels of a batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,9 +33,9 @@ class PipelineTrainer(Trainer):
         self.pipe = pipe
         model = nn.ModuleDict({str(number): stage for number, stage in pipe.stages.items()})
         model.accepts_loss_kwargs = True  # have the Trainer count the labels of a step, ..
-        model._tp_size = pipe.num_ranks  # noqa: SLF001 - the Trainer's name; .. those of ranks with the same rows once
+        model._tp_size = pipe.num_ranks  # noqa: SLF001 - the Trainer's name; .. ranks with the same rows once
         super().__init__(model=model, **kwargs)
-        self._loss_shifts_labels = True  # the first token of a row is no label
+        self._loss_shifts_labels = True  # the first token of a row is not a label
         accelerator, args = self.accelerator, self.args
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP
         self._shard = partial(
@@ -47,7 +47,7 @@ class PipelineTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run forward and backward of a batch, whose micro-batches are those of the pipeline."""
+        """Run forward and backward of a batch in the micro-batches of the pipeline."""
         model.train()
         return self._run(self.pipe.step, inputs, {"num_items_in_batch": num_items_in_batch})
 

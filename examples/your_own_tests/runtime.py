@@ -11,7 +11,7 @@ import numpy as np
 def train_step(comm, weight, batches):
     """Run one step of a pipeline of ``y = tanh(x @ w)`` with loss ``sum(y**2) / 2``; return the gradient of ``w``.
 
-    ``weight`` is that of this rank, ``batches`` the micro-batches, which the first rank reads.
+    ``weight`` is this rank's weight, ``batches`` the micro-batches, which the first rank reads.
     """
     stage, last = comm.rank, comm.num_ranks - 1
     num_warmup = min(last - stage, len(batches))

@@ -158,7 +158,7 @@ CASES = (
     ),
     of_program(
         "B5",
-        "one side exchanges shapes on the default communicator, the other on that of the data",
+        "one side exchanges shapes on the default communicator, the other on the data's communicator",
         SHAPES_THEN_DATA,
         ("1RECV_META_F0!{communicator=pp}", "1RECV_META_F0!{communicator=world}"),
         kills=("PP301", "PP302", "PP402"),

@@ -46,8 +46,8 @@ def measurements(
 ) -> None:
     """Compare predictions with published measurements: errors per group.
 
-    Without DIR, the measurements are those of this directory. With DIR, they are those of the directories (or
-    files): CSV and JSON files in the formats that validation/results/accuracy.md describes.
+    Without DIR, reads the measurements of this directory. With DIR, reads these directories or files: CSV and JSON in
+    the formats that validation/results/accuracy.md describes.
     """
     from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
     from validation.board.board_output import board_page, board_to_json, print_board

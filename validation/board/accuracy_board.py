@@ -115,7 +115,7 @@ def read_measurements(directories: Sequence[Path]) -> tuple[list[MeasurementFile
                 unread.append(str(error))
                 continue
             if read is None:
-                unread.append(f"{path}: neither columns nor keys are those of a known set")
+                unread.append(f"{path}: neither columns nor keys match a known set")
             elif read.rows:
                 files.append(read)
     if not files:

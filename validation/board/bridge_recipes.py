@@ -1,4 +1,4 @@
-"""Recipes of Megatron-Bridge's performance summaries: what they set in addition to the columns of a summary.
+"""Recipes of Megatron-Bridge's performance summaries: settings in addition to the columns of a summary.
 
 The file has the settings of the recipes in the tags of Megatron-Bridge that its releases were made from: 26.02 is
 v0.3.0, 26.02.01 v0.3.1, 26.04 v0.4.0, 26.04.01 v0.4.2, 26.06 v0.5.0, 26.06.01 v0.5.1 and 26.08 v0.6.0
@@ -41,9 +41,10 @@ NO_RECIPE = Recipe()
 
 
 def recipe_of(model: str, device: str, precision: str, release: str, sizes: Sequence[int]) -> Recipe:
-    """Return the recipe with these ``sizes`` (tp, pp, chunks, ep and micro-batch) of a release, or of the nearest one.
+    """Return the recipe of a release, or of the nearest release, with these ``sizes`` (tp, pp, chunks, ep and
+    micro-batch).
 
-    Without a recipe of these sizes, that of the nearest release for the model, device and precision.
+    If no recipe has these sizes, return the nearest release's recipe for the model, device and precision.
     """
     known = _recipes().get((model, device, precision), ())
     if not known:

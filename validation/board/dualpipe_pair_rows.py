@@ -64,7 +64,7 @@ def _pair(device: str, num_ranks: int, streams: Sequence[tuple[float, float]]) -
 def _plan(device: str, num_ranks: int) -> dict[str, Any]:
     """DualPipe on two pipeline ranks; each stage has the profile's four blocks, and the first and last one more layer.
 
-    Exchanges are those of arXiv:2412.19437: at most four nodes for a token, in eight bits.
+    Exchanges are as in arXiv:2412.19437: at most four nodes for a token, in eight bits.
     """
     device_name = known_device(device.replace(" ", "_"))
     model = MODELS["deepseekv3"].keys

@@ -164,7 +164,7 @@ def divided(total: int, parts: int, what: str) -> int:
     """Return ``total / parts``.
 
     Raises:
-        NoPlanError: it is no integer.
+        NoPlanError: the quotient is not an integer.
     """
     if total % parts:
         raise NoPlanError(f"{what}: {total} does not divide by {parts}")

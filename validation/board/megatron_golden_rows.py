@@ -1,8 +1,7 @@
 """Iteration times and memory peaks that Megatron-LM's functional tests store as golden values.
 
-The file has a row for each case and machine. The arguments of the case are
-those of Megatron-LM's own test configurations (``megatron_cases.json``), which
-the importer of Megatron-LM's arguments turns into a plan.
+The file has a row for each case and machine. The arguments of a case come from Megatron-LM's own test configurations
+(``megatron_cases.json``). The importer of Megatron-LM's arguments turns them into a plan.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ _NOT_DESCRIBED = {
 _HOST = {"a100": (94, 46, 49_000), "h100": (61, 40, 48_000), "h100_2nd": (80, 0, 18_000), "gb200": (111, 37, 0)}
 """Microseconds by device, fitted to its dense cases, which the host bounds: of an operation, of the filling of a tensor
 with ``--deterministic-mode``, and of a step. The values of second runs on H100 (``_2nd``) were stored four months
-before those of the first."""
+before the values of first runs."""
 _LOCAL = 0.86
-"""Time of the host with Megatron-LM's own modules, as a share of that with Transformer Engine's."""
+"""Time of the host with Megatron-LM's own modules, divided by the time with Transformer Engine's."""
 _INPUT_US = 190_000
 """Reading of a micro-batch of four sequences in cases of one GB200 node: their steps vary between 1.2 and 2.7 s."""
 _BERT = (
@@ -63,7 +62,7 @@ def golden_rows(path: Path, numbered: tuple[int, Any]) -> list[Measurement]:
     """Return the iteration time and the memory peak of a row with its number.
 
     Raises:
-        MeasurementFileError: the row lacks a key, or a value is no number.
+        MeasurementFileError: the row lacks a key, or a value is not a number.
     """
     number, row = numbered
     missing = sorted(KEYS - set(row)) if isinstance(row, Mapping) else sorted(KEYS)
@@ -89,7 +88,7 @@ def _measured(path: Path, number: int, value: object) -> float | None:
     if value is None or value == 0:
         return None
     if not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise MeasurementFileError(f"{path}: row {number}: {value!r} is no positive number; write one, or null")
+        raise MeasurementFileError(f"{path}: row {number}: {value!r} is not a positive number; write one, or null")
     return float(value)
 
 
@@ -107,7 +106,7 @@ def _cases() -> Mapping[str, Mapping[str, str]]:
 
 @cache
 def _plan_or_reason(kind: str, case_name: str, machine: str) -> tuple[Mapping[str, Any] | None, tuple[str, ...], str]:
-    """Return the plan of a case on a machine and what it approximates; or None and the reason."""
+    """Return the plan of a case on a machine and its approximations; or None and the reason."""
     try:
         return *_plan(kind, case_name, machine), ""
     except NoPlanError as error:
@@ -115,7 +114,7 @@ def _plan_or_reason(kind: str, case_name: str, machine: str) -> tuple[Mapping[st
 
 
 def _plan(kind: str, case_name: str, machine: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the plan of a case, and what it approximates.
+    """Return the plan of a case and its approximations.
 
     Raises:
         NoPlanError: no plan describes the case.
@@ -124,7 +123,7 @@ def _plan(kind: str, case_name: str, machine: str) -> tuple[Mapping[str, Any], t
     device_name = known_device(device)
     case = _cases().get(case_name)
     if "inference" in case_name:
-        raise NoPlanError("inference is no training step")
+        raise NoPlanError("inference is not a training step")
     if case is None:
         raise NoPlanError("the arguments of this case are not known to the board")
     arguments = case["arguments"]

@@ -22,8 +22,8 @@ NOT_AS_TRAINED = RuleDoc(
     code="PP919",
     title="Fleet's pipeline and pipeproof's train different values",
     explanation=(
-        "A loss or a gradient of Fleet's run has other bits than that of `pipeproof.paddle.Pipeline`, on the same "
-        "layers, weights, data and random states."
+        "A loss or a gradient of Fleet's run has other bits than in `pipeproof.paddle.Pipeline`, with the same layers, "
+        "weights, data and random states."
     ),
     wrong="1 of 40 gradients differ, most of all linear.weight in step 0 by 3e-2",
     right="every loss and gradient bit for bit",

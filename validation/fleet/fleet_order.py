@@ -65,9 +65,7 @@ class EventRecorder:
     def _begin(self) -> None:
         self._events, self._counts = RankEvents(), Counter[str]()
         self._num_received = 0
-        self._computed: dict[
-            int, tuple[Any, str]
-        ] = {}  # by id of the tensor, which is held so that the id stays unique
+        self._computed: dict[int, tuple[Any, str]] = {}  # by id of the tensor; holding the tensor keeps the id unique
         self._received: dict[int, tuple[Any, int]] = {}
 
     def take(self) -> RankEvents:

@@ -3,8 +3,7 @@
 ``python validation/hardening/kill_resume.py [--kills N] [--starts N] [--steps N] [--gpus] [--seed N]
 [--write | --add]``. With ``--gpus`` the runs are on two GPUs, with PyTorch and NCCL.
 The long run prints the slope of the resident memory of each process over its steps, and the growth of its descriptors.
-``--write`` replaces the figures that are kept, and ``--add`` adds those of more kills and starts, at other random
-moments.
+``--write`` replaces the stored figures; ``--add`` adds figures of more kills and starts, at other random moments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Start runs on a machine that lacks what they need, and check that the message names it.
+"""Start runs on a machine that lacks something they need, and check that the message names it.
 
-``python validation/hardening/machine.py [KIND ..] [--backends torch paddle] [--write]``. Handled is a run that passes,
-or a documented exit status with a message that names the cause within a time limit, without a traceback.
+``python validation/hardening/machine.py [KIND ..] [--backends torch paddle] [--write]``. A case is handled if the run
+passes, or if within a time limit it ends with a documented exit status and a message that names the cause, without a
+traceback.
 
 - loopback: a network namespace whose loopback interface is down.
 - ports: a network namespace with two free ports.
@@ -145,7 +146,7 @@ def rows(kinds: list[str], backends: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Try them all, or those of the named kinds; status 1 where one was not handled."""
+    """Try all cases, or the cases of the named kinds; status 1 if one was not handled."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kinds", nargs="*", help="loopback, ports, space, descriptors, disk, pipe")
     parser.add_argument("--backends", nargs="+", default=["torch", "paddle"])

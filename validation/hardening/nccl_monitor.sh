@@ -5,8 +5,8 @@
 #   bash validation/hardening/nccl_monitor.sh OUT           # BACKEND=gloo: the same without GPUs
 #
 # OUT/summary.txt gets a line for each kind as it ends: seconds from the failure to the verdict while the job is
-# followed, its status, kind and causes, and those of `job hang` after all processes are gone. OUT/KIND/ has the rings,
-# both verdicts and the output of the ranks.
+# followed, its status, kind and causes, then status, kind and causes of `job hang` after all processes are gone.
+# OUT/KIND/ has the rings, both verdicts and the output of the ranks.
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 root=$(cd "$(dirname "$0")/../.." && pwd)

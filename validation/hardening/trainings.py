@@ -131,7 +131,7 @@ class Training:
         time.sleep(1)
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks: those of the script, without the launcher."""
+        """Processes of the ranks: of the script, without the launcher."""
         return [pid for pid in processes(self.directory) if not _words(pid).count("-m")]
 
 

@@ -2,10 +2,10 @@
 
     python validation/importers/make_argument_names.py --checkouts DIRECTORY
 
-reads ``DIRECTORY/OWNER/NAME``, git checkouts of the commits in ``SOURCES`` (that of Megatron-LM with its tags), and
-writes ``pipeproof/interop/importers/names``. Nothing of a tool is run: names are the options of ``add_argument`` and
-the fields of classes, as Python's own parser reads them. A name is written with underscores. For Megatron-LM the first
-and the last version follow it.
+reads ``DIRECTORY/OWNER/NAME``, git checkouts of the commits in ``SOURCES`` (Megatron-LM's with its tags), and writes
+``pipeproof/interop/importers/names``. Nothing of a tool is run: names are the options of ``add_argument`` and the
+fields of classes, as Python's own parser reads them. A name is written with underscores. For Megatron-LM the first and
+the last version follow it.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS
 
 NUM_STEPS = 2
 SWIGLU_LIMIT = 0.05
-"""Limit that some of the initial gates and factors exceed, and others do not."""
+"""Limit that only some of the initial gates and factors exceed."""
 CLIP_NORM = 0.05
-"""Norm well below that of these models' initial gradients."""
+"""Norm well below the norm of these models' initial gradients."""
 _MODEL = {
     "kind": "gpt", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "ffn_size": 64, "vocab_size": 64,
     "seq_length": 16,

@@ -65,7 +65,7 @@ def measured_runs(names: Sequence[str], pairs: Sequence[Sequence[str]], *options
 
     Returns:
         ``paddle``, the installed version; ``runs``: for each plan the plan, exit status, seconds, and record size;
-        ``logs``: the MD5 of the log of each record whose bits are compared, and ``log``, that of the first one;
+        ``logs``: the MD5 of the log of each record whose bits are compared, and ``log``, the log of the first one;
         ``alignments``: the output and exit status of ``align`` for each pair.
     """
     runs = {}

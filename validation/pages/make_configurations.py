@@ -53,14 +53,14 @@ SOURCES: Final = (
     Source("volcengine/verl", "b178a3c", "Apache 2.0", "examples with the Megatron backend", "verl",
            "examples", "**/*.sh"),
 )  # fmt: skip
-"""The places of the configurations; those with fewer than two pipeline ranks are left out."""
+"""The places of the configurations; configurations with fewer than two pipeline ranks are left out."""
 
 _OF_ANOTHER_KIND: Final = (
     "which has the degrees of parallelism, is not in the file", "the policy trains without a pipeline",
     "which has the pipeline, is not in the file", "no command here", "`MODEL_ARGS` must be a mapping",
-    "--data.global-batch-size is no flag", "is known, is not here", "configures no pipeline",
+    "--data.global-batch-size", "is known, is not here", "configures no pipeline",
 )  # fmt: skip
-"""Parts of the messages on files that do not configure such a training at all; the last one has arguments of NeMo."""
+"""Parts of the messages on files that do not configure such a training at all; one has arguments of NeMo."""
 _ONE_RANK: Final = frozenset(
     {"gpt/gpt3_mcore_reruns_resume_check_grads/model_config.yaml",
      *(f"nemo_gym/nemotron-3-ultra/{name}.yaml" for name in ("mopd", "reasoning_teacher", "student_rlvr1",

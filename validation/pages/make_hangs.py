@@ -11,7 +11,7 @@ With fewer GPUs than ranks, ranks share them.
 
 ``--results FILE`` writes the results there and no page, with status 1 if a cause was not named right; ``--add FILE``
 adds such results to the page. ``--only NAME`` runs one planted hang, ``--healthy-only`` and ``--hangs-only`` one half;
-other results are kept. ``--check`` exits 1 if the page is not that of the kept results.
+other results are kept. ``--check`` exits 1 if the page does not match the kept results.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ def machine_part(results: Mapping[str, Any]) -> str:
     machine = Profile.model_validate(results["gpt_pp4"][0]["profile"]).machine
     return (
         f"{machine.processor}, {machine.cores} cores for all processes, {machine.threads} compute thread each; "
-        f"{machine.framework}, {machine.system}. {NUM_STEPS} steps per run, of which {NUM_STEPS - 1} count."
+        f"{machine.framework}, {machine.system}. {NUM_STEPS} steps per run; all but the first count."
     )
 
 

@@ -1,7 +1,7 @@
 """Executes the notebooks of ``docs/notebooks`` in this process, without Jupyter, and stores their outputs.
 
-``python validation/pages/make_notebooks.py [--check]``. A cell shows what it prints and the value of its last
-expression, as Jupyter does; the directory of the notebook is the working directory.
+``python validation/pages/make_notebooks.py [--check]``. As in Jupyter, a cell shows its printed output and the value of
+its last expression; the working directory is the notebook's.
 """
 
 from __future__ import annotations

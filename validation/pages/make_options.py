@@ -47,7 +47,7 @@ def spelling(option: click.Option) -> tuple[str, ...]:
 
 
 def kind(option: click.Option) -> str:
-    """Kind of an option's value: that of its type, and for text its name in the help."""
+    """Kind of an option's value: its type, or, for text, its name in the help."""
     if option.is_flag:
         return "flag"
     if option.type.name == "choice":

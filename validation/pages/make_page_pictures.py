@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _command(folder: Path, *arguments: str) -> None:
-    """Run a command in a folder, so that titles have the names of its files; plans that differ have the status 1."""
+    """Run a command in a folder: titles then have the names of its files. Plans that differ have the status 1."""
     command = [sys.executable, "-m", "pipeproof", *arguments]
     done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
     if done.returncode not in (0, 1):

@@ -1,8 +1,8 @@
 """Write the terminal pictures of the README, ``docs/images/*.svg``, from the output of the real commands.
 
-``python validation/pages/make_pictures.py`` writes those of ``check`` and ``simulate``, and the pictures that
-``reshard`` and ``simulate`` draw; with ``--run`` also that of ``run``, which starts real Paddle processes. The output
-of the others is the same on every machine.
+``python validation/pages/make_pictures.py`` writes the pictures of ``check`` and ``simulate``, and the pictures that
+``reshard`` and ``simulate`` draw. With ``--run`` it also writes the picture of ``run``, which starts real Paddle
+processes. The other commands print the same on every machine.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _report_progress(text: str) -> None:
 
 
 def _cell(result: Mapping[str, Any], one: str, other: str) -> str:
-    """Compare the losses of a resharded state with those of the uninterrupted run."""
+    """Compare the losses of a resharded state with the uninterrupted run."""
     pair, trained = result["pairs"][f"{one} {other}"], result["trained"][one]
     if not _is_right(pair):
         return "**wrong**"
@@ -243,7 +243,7 @@ def summary_part(results: Mapping[str, Any]) -> str:
             f"In {right} of {len(pairs)} pairs every tensor keeps its MD5 and every file its bytes, there and back,",
             "both merged files have the same MD5, and all steps on the other topology are bitwise equal to the",
             "reference.",
-            f"Losses are bitwise equal to those of the uninterrupted run in {len(equal)} pairs,",
+            f"Losses are bitwise equal to the uninterrupted run in {len(equal)} pairs,",
             f"including {len(ordered & equal)} of the {len(ordered)} pairs that add in the same order.",
             f"The largest gradient distance from the unpartitioned model is {max(shares):.2f} of its bound.",
         )

@@ -160,7 +160,11 @@ def figures_part(pair: Pair) -> str:
 
 
 def _listed(names: frozenset[str]) -> str:
-    return f"those of {len(names)} weights" if len(names) > 3 else ", ".join(f"`{n}`" for n in sorted(names)) or "none"
+    return (
+        f"the gradients of {len(names)} weights"
+        if len(names) > 3
+        else ", ".join(f"`{n}`" for n in sorted(names)) or "none"
+    )
 
 
 def parts(results: Mapping[str, Result]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Write ``results/zoo.md`` and ``results/zoo-computation.md``: bugs from the field, and the rules that kill them.
 
 ``python validation/pages/make_zoo.py`` writes, ``--check`` exits 1 if a page is stale.
-The tables are those of ``tests/zoo``, whose tests check every line of them.
+The tables come from ``tests/zoo``, whose tests check every line.
 """
 
 from __future__ import annotations

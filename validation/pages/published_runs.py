@@ -40,7 +40,7 @@ class Training:
 
     @classmethod
     def of(cls, name: str, change: Mapping[str, Any] | None = None) -> Training:
-        """Load a plan of ``examples/published``, with its keys replaced by those of ``change``."""
+        """Load a plan of ``examples/published``; keys of ``change`` replace its keys."""
         data = yaml.safe_load((ROOT / "examples" / "published" / f"{name}.yaml").read_text(encoding="utf-8"))
         return cls(plan_from_dict(_changed(data, change or {})).spec)
 

@@ -48,7 +48,7 @@ _WITH_COPIES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a combination: its name, and its keys; a mapping is merged into that of the plan."""
+    """One part of a combination: its name, and its keys; a mapping is merged into the plan's mapping."""
 
     name: str
     sections: Sections

@@ -85,7 +85,8 @@ def result_pages() -> list[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what is not in ``docs/``: generated pages, those of the root and of notebooks, and files that are linked."""
+    """Add the files from outside of ``docs/``: generated pages, pages of the root and of notebooks, and linked
+    files."""
     from mkdocs.structure.files import File
 
     from pipeproof.views.play.play_page import play_html
@@ -225,7 +226,7 @@ def for_the_site(markdown: str, src_uri: str) -> str:
 
 
 def place_of(path: str) -> str:
-    """Return the path of a repository file on the site; sources end with .txt, so that browsers show them."""
+    """Return the path of a repository file on the site; sources end with .txt, which browsers show."""
     if path in OF_THE_ROOT:
         return OF_THE_ROOT[path]
     if path.endswith(".ipynb"):

@@ -5,9 +5,8 @@ line for each model; status 1 if a loss differs too much. GPTModel is built on a
 CPU, one rank over gloo, with Megatron-Core's local layers, and loads every
 tensor strictly.
 
-The convention's names are those of Transformer Engine's layers, which run only
-on GPUs. ``_LOCAL`` renames the tensors that those layers fuse: norms that are
-part of the following matrix, and the experts of a grouped product. Patches:
+The convention has the names of Transformer Engine's layers, which run only on GPUs. ``_LOCAL`` renames the tensors that
+those layers fuse: norms that are part of the following matrix, and the experts of a grouped product. Patches:
 
 - ``torch.cuda.current_device``, because position tables are placed on a GPU;
 - the GPU's random state, from which a dropout of zero draws nothing;
@@ -68,7 +67,7 @@ _LOCAL = (
     (r"linear_(q|kv)_up_proj\.layer_norm_weight", r"\1_layernorm.weight"),
     (r"mlp\.experts\.linear_fc(\d)\.weight(\d+)", r"mlp.experts.local_experts.\2.linear_fc\1.weight"),
 )
-"""Names of Transformer Engine's layers, and those of Megatron-Core's local layers."""
+"""Names of Transformer Engine's layers, and the names in Megatron-Core's local layers."""
 
 
 @patch("torch.cuda.current_device", lambda: torch.device("cpu"))

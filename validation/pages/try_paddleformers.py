@@ -139,7 +139,7 @@ def _tried(name: str, trained: Trained) -> Iterator[Line]:
 
 
 def _of_stream(network: Any, stream: int, tokens: Array, labels: Array) -> Array:
-    """Return the token losses of DeepSeek's main model or of an MTP module, each of which reads one more token."""
+    """Return the token losses of DeepSeek's main model or of an MTP module; each module reads one more token."""
     tokens = np.pad(tokens, ((0, 0), (0, network.config.num_nextn_predict_layers)))
     with paddle.no_grad():
         found = network.model(paddle.to_tensor(tokens), return_dict=True)
