@@ -1,5 +1,4 @@
-"""Compares the choices of a table of published trainings with the choices of ``pipeproof tune``, and writes the
-results.
+"""Compares the choices of a table of published trainings with ``pipeproof tune``, and writes the results.
 
 ``python benchmarks/tune_published.py [TABLE.csv] [-o TUNE.json]`` reads a table of Megatron-Bridge's performance
 summary, by default the one that comes with pipeproof. For each training with a plan it searches the layouts of

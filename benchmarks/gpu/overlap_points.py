@@ -139,8 +139,7 @@ def _exchanged(rows: Tensor, group: Any) -> Tensor:
 
 
 class _Dispatched(torch.autograd.Function):
-    """Tokens [N, H] to the slots of experts [E C, H]: ``visit`` [E C] is the visit of each slot, ``slot`` [N k] the
-    slot of each visit.
+    """Tokens [N, H] to the slots of experts [E C, H]: ``visit`` [E C] of each slot, ``slot`` [N k] of each visit.
 
     Both have one index more for none. A gradient is a gather, too, and a sum in one order.
     """

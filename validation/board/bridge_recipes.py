@@ -41,8 +41,7 @@ NO_RECIPE = Recipe()
 
 
 def recipe_of(model: str, device: str, precision: str, release: str, sizes: Sequence[int]) -> Recipe:
-    """Return the recipe of a release, or of the nearest release, with these ``sizes`` (tp, pp, chunks, ep and
-    micro-batch).
+    """Return the recipe with these ``sizes`` (tp, pp, chunks, ep and micro-batch) of a release, or of the nearest one.
 
     If no recipe has these sizes, return the nearest release's recipe for the model, device and precision.
     """

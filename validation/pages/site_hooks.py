@@ -85,8 +85,7 @@ def result_pages() -> list[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files from outside of ``docs/``: generated pages, pages of the root and of notebooks, and linked
-    files."""
+    """Add the files outside of ``docs/``: generated pages, pages of the root and of notebooks, linked files."""
     from mkdocs.structure.files import File
 
     from pipeproof.views.play.play_page import play_html
