@@ -1,7 +1,7 @@
 """Options, markers and skips of the whole suite; goldens: files under ``tests/goldens`` that a test's text must equal.
 
-``make test`` leaves out what is marked ``slow`` and draws fewer Hypothesis examples; ``make test-rest`` runs what that
-left out, and those property tests with all their examples. ``pytest`` by hand runs everything.
+``make test`` leaves out tests that are marked ``slow``, and draws fewer Hypothesis examples; ``make test-rest`` runs
+the tests that were left out, and these property tests with all their examples. ``pytest`` by hand runs everything.
 
 A test that needs an optional package that is not installed is skipped with the reason. In CI a skip is a failure,
 unless its reason begins with one of ``ALLOWED_IN_CI``.
@@ -51,10 +51,10 @@ OPTIONAL = {
 BROWSER = ("chromium", "chromedriver")
 
 ALLOWED_IN_CI = ("there is a GPU", "there is no GPU", "this kernel", "triton is not installed")  # it needs a GPU
-"""Reasons of skips that no installation can prevent; what a reason begins with is enough."""
+"""Reasons of skips that no installation can prevent; the beginning of a reason is enough."""
 
-# No deadline: the machine may be busy, and pytest-timeout catches a hang. CI draws the same examples in every run, so
-# that what landed stays green; elsewhere they are new ones each time.
+# No deadline: the machine may be busy, and pytest-timeout catches a hang. CI draws the same examples in every run:
+# landed tests then stay green. Elsewhere examples are new each time.
 if hypothesis is not None:
     for name in ("pipeproof", "quick"):
         hypothesis.settings.register_profile(name, deadline=None, derandomize="CI" in os.environ)
@@ -237,7 +237,7 @@ def validation_script():
 # --- rules of notes ---
 
 KNOWN_NOTES = ("PP202", "PP411")
-"""Rules of notes of which tests speak that use ``known_notes``."""
+"""Rules of notes in the tests that use ``known_notes``."""
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,6 @@ SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def default_signals():
-    """Restore what these signals do by default; ``preexec_fn`` of a process that a test sends them to."""
+    """Restore the default actions of these signals; ``preexec_fn`` of a process that a test sends them to."""
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)

@@ -117,7 +117,7 @@ FEATURES = {
     "lengths": {"schedule": {"seq_lengths": [8, 4, 8, 4]}},
     "mean of micro-batches": {"loss": {"normalization": "mean_of_micro_batches"}},
 }
-"""Sections of a plan by the name of what they bring."""
+"""Sections of a plan by the name of the feature."""
 
 TOPOLOGIES = {
     "pp 2": {"pp": 2},
@@ -142,7 +142,7 @@ def schedule_of(kind):
 
 
 def merged(plan, sections):
-    """A plan with further keys, those of mappings one by one."""
+    """A plan with further keys; mappings are merged key by key."""
     plan = copy.deepcopy(plan)
     for name, value in sections.items():
         both = isinstance(value, dict) and isinstance(plan.get(name), dict)

@@ -35,7 +35,7 @@ BASE = {
 
 
 def plan_dict(**sections):
-    """The base plan, each section updated with the given keys (or replaced, where it is no mapping)."""
+    """The base plan, each section updated with the given keys (or replaced, where it is not a mapping)."""
     plan = copy.deepcopy(BASE)
     for name, value in sections.items():
         if isinstance(value, dict):

@@ -102,7 +102,7 @@ DECODERS |= {
 }
 DECODERS |= {("np", name) for name in ("load", "fromfile", "loadtxt", "genfromtxt", "memmap")}
 READS = {"open", "read_text", "read_bytes"}
-"""Methods of paths, and ``open`` itself; a mode that begins by writing is no read."""
+"""Methods of paths, and ``open`` itself; a mode that begins by writing does not read."""
 FILES = {
     "foreign_text.py": "opens and decodes all foreign files",
     "interop/json_stream.py": "gives its decoder to `decode_json_value`",

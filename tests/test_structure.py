@@ -44,7 +44,7 @@ WIDER = {
 
 
 def functions():
-    """Place, lines without the docstring, and parameters without ``self`` of each function that is no command."""
+    """Place, lines without the docstring, and parameters without ``self`` of each function that is not a command."""
     for path in sorted((ROOT / "pipeproof").rglob("*.py")):
         waiting = [("", ast.parse(path.read_text(encoding="utf-8")))]
         while waiting:

@@ -1,4 +1,4 @@
-"""Calls that differ between systems; those of Windows as far as Linux can make them."""
+"""Calls that differ between systems; calls of Windows as far as Linux can make them."""
 
 import os
 import sys

@@ -25,7 +25,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def built(hook, source, directory):
-    """Call a hook of the build backend in a process of its own; the path of what it made."""
+    """Call a hook of the build backend in a process of its own; the path of its result."""
     code = f"import hatchling.build as b, sys; print(b.{hook}(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(directory)],
@@ -50,7 +50,7 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """The directory of commands of an environment that has the wheel; what it depends on is this environment's."""
+    """The directory of commands of an environment that has the wheel; its dependencies are this environment's."""
     home = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], timeout=150, check=True)
     commands = home / "bin"

@@ -1,6 +1,6 @@
 """Timing of steps: wall time between barriers, of all ranks together.
 
-The same runs on a CPU, to try the code: the times tell nothing about a GPU, and nothing is captured.
+The same runs on a CPU, to try the code: the times are not a GPU's, and nothing is captured.
 """
 
 from __future__ import annotations

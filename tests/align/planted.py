@@ -63,7 +63,8 @@ def plan_under(schedule: str, *, topology=TOPOLOGY, steps: int = 2):
 
 
 def missing_norm_reduction(patch: pytest.MonkeyPatch) -> None:
-    """Sum no gradient over tp, though with sequence parallelism those of norms are of a rank's own tokens."""
+    """Sum no gradient over tp, though with sequence parallelism a rank's gradients of norms cover only its own
+    tokens."""
     right = step_end.is_reduced
     patch.setattr(step_end, "is_reduced", lambda weight, axis: axis != "tp" and right(weight, axis))
 

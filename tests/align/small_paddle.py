@@ -62,7 +62,7 @@ class Mlp(nn.Layer):
 
 
 class Dropout(nn.Layer):
-    """Dropout from one stream of numpy, so that both frameworks have the same."""
+    """Dropout from one stream of numpy, the same in both frameworks."""
 
     def __init__(self, seed):
         super().__init__()

@@ -60,7 +60,7 @@ class Mlp(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout from one stream of numpy, so that both frameworks have the same."""
+    """Dropout from one stream of numpy, the same in both frameworks."""
 
     def __init__(self, seed):
         super().__init__()

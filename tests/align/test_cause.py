@@ -81,7 +81,7 @@ def test_groups_of_ranks_that_hold_addends_and_have_summed_over_another_axis():
     found = cause(first, first + second, {2: second, 3: second.copy(), 6: second.copy()})
     assert found.family is Family.MISSING_REDUCTION
     assert "2 groups of ranks of A hold different tensors; their sum is B's" in found.evidence
-    same = cause(first, first + 2 * second, {1: second, 2: second.copy()})  # three addends, of which two are alike
+    same = cause(first, first + 2 * second, {1: second, 2: second.copy()})  # three addends, two of them equal
     assert "3 ranks of A hold different tensors" in same.evidence
 
 

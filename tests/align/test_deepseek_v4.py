@@ -56,8 +56,9 @@ def trained():
 class Fault(NamedTuple):
     """In ``block`` alone, call ``change`` with a function, its attribute of ``owner``, and with its arguments.
 
-    Outside of all blocks, as where tables are made, it is called, too. ``direction`` is that of the output which is the
-    first to differ; ``parameter``, that of the gradient in its place. Biases of routers are zero before ``step`` 1.
+    Outside of all blocks, as where tables are made, it is called, too. The first output that differs is in this
+    ``direction``, or else the first difference is the gradient of ``parameter``. Biases of routers are zero before
+    ``step`` 1.
     """
 
     block: str
@@ -182,7 +183,7 @@ def without_sinks(right, self, query, keys, *, sinks, unseen):
 
 
 def sinkless_backward(right, self, query, keys, **rest):
-    """Forward is right; backward is that of probabilities that add up to one without the sink."""
+    """Forward is right; backward takes probabilities that add up to one without the sink."""
     value, other = right(self, query, keys, **rest), without_sinks(right, self, query, keys, **rest)
     return other - other.detach() + value.detach()
 

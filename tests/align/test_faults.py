@@ -153,7 +153,7 @@ def test_a_wrong_factor_of_an_auxiliary_loss(tmp_path, monkeypatch):
 
 
 def test_an_auxiliary_loss_that_every_rank_puts_in(tmp_path, monkeypatch):
-    """The loss itself is right on each rank; its gradient, a sum over ranks, is twice what it should be."""
+    """The loss itself is right on each rank; its gradient, a sum over ranks, is twice the right one."""
     from tests.align.recorded_run import plant_double_auxiliary
 
     plant_double_auxiliary(monkeypatch)

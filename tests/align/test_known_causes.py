@@ -246,7 +246,7 @@ def test_an_epsilon_of_a_norm_is_measured(centered):
     assert (found.cause.family, found.deviation < 0) == ("norm", True)
     assert "a norm's epsilon that is about 9e-06 larger in A" in found.cause.evidence
     assert "about 9e-06 smaller in A" in factor(b, a, ROWS.astype("f4")).cause.evidence
-    assert factor(a, b).cause.family == "scale"  # without what it read
+    assert factor(a, b).cause.family == "scale"  # without the input
 
 
 def test_a_constant_is_a_scale():
@@ -282,7 +282,7 @@ def test_a_systematic_difference_is_not_called_rounding(tmp_path):
     require_fit("align", json.loads(invoke("state", "align", a, b, "--rounding", "--format", "json").stdout))
     assert align(a, b, Tolerance()).tensors.first.cause.family == "norm"  # bit for bit, not the order of a sum
     other_input = write(tmp_path / "c", lines(norm_with(1e-6), np.nextafter(ROWS.astype("f4"), 9)))
-    assert align(a, other_input, Tolerance(rounding=True)).equal  # an input that only rounds alike may have made it
+    assert align(a, other_input, Tolerance(rounding=True)).equal  # an input with the same rounded values may cause it
     inner = [("norm.inner:forward:input", ROWS.astype("f4"))]
     outer = [write(tmp_path / name, inner + lines(norm_with(e))) for name, e in (("d", 1e-5), ("e", 1e-6))]
     assert align(*outer, Tolerance(rounding=True)).equal  # several operations

@@ -54,7 +54,7 @@ def test_anchors_are_counted_by_micro_batch_and_loss():
 
 
 def test_fleet_and_megatron_agree_although_they_print_in_other_orders(tmp_path):
-    # what only Fleet prints is taken away, so that every loss has a partner
+    # without the lines that only Fleet prints every loss has a partner
     text = "".join(line for line in (LOGS / "fleet.log").open() if "MTP_LOSS_PATH" not in line)
     fleet = log(tmp_path, text)
     found = align(fleet, LOGS / "megatron.log", BITS, (FLEET, MEGATRON))

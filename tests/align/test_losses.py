@@ -1,4 +1,4 @@
-"""What one loss is of another: told where it is rational, not where it only happens to be near."""
+"""The ratio of two losses: reported if it is rational, not if it is only near a rational number by chance."""
 
 import pytest
 

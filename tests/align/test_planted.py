@@ -96,7 +96,7 @@ def _auxiliary(found, first, _):
 
 
 def _experts(found, first, _):
-    assert "10 of 16 rows along the last dim" in first["cause"]["evidence"]  # those of tokens for other experts
+    assert "10 of 16 rows along the last dim" in first["cause"]["evidence"]  # tokens for other experts
     assert found["tensors"]["last_equal_before"]["layer"] == LAYER
 
 

@@ -38,7 +38,8 @@ def test_one_framework_twice_has_equal_bits(correct, tmp_path):
 
 
 def test_nothing_of_a_recorder_remains_on_paddle(tmp_path):
-    """Neither hooks nor patches, and no line of the recorder runs in a step after the block, so that none is slower."""
+    """No hooks, no patches, and no line of the recorder runs in a step after the block: later steps are as fast as
+    before."""
     import paddle
 
     from pipeproof.paddle import record_layers

@@ -203,7 +203,7 @@ def test_stages_of_a_cut_have_the_names_of_the_model(tmp_path):
         stages[1](stages[0](X)).sum().backward()
     found = align(tmp_path / "stages", tmp_path / "whole", Tolerance())
     assert found.tensors.num_differing == found.tensors.only_a == 0
-    assert found.tensors.only_b == 4  # the model itself: what it reads and makes, and the gradients
+    assert found.tensors.only_b == 4  # the model itself: input, output, and their gradients
 
 
 def test_parts_of_a_dtensor_have_their_places(tmp_path):

@@ -1,4 +1,4 @@
-"""Keys of a plan that give two implementations one order of sums: that of numpy's loop, and what `state align` says."""
+"""Keys of a plan that give two implementations one order of sums: numpy's loop agrees, and so does `state align`."""
 
 from types import SimpleNamespace
 
@@ -186,7 +186,7 @@ def test_gradients_of_weights_add_tokens_in_the_order_of_activations(backend, or
             and tensor.micro_batch == number
         )
         rows, ids = given.reshape(-1, given.shape[-1]), (tokens.T if order == "sbh" else tokens).reshape(-1)
-        if backend == "torch":  # adds each row to the buffer; Paddle adds those of a micro-batch before
+        if backend == "torch":  # adds each row to the buffer; Paddle first adds the rows of a micro-batch
             np.add.at(expected, ids, rows.astype(wide))
         else:
             part = np.zeros(total.shape, "f4")

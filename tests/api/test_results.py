@@ -1,4 +1,4 @@
-"""Results of the functions of ``pipeproof``: what they take, numbers, records, files, and notebooks."""
+"""Functions of ``pipeproof``: arguments, and results as numbers, records, files, and in notebooks."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Errors of measurements that are left out of a fit are those of the page."""
+"""The page states the errors of measurements that are left out of a fit."""
 
 import pytest
 

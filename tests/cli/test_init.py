@@ -1,4 +1,4 @@
-"""``pipeproof init``: the plan that it writes, and what it refuses."""
+"""``pipeproof init``: the plan that it writes, and the options that it refuses."""
 
 from pathlib import Path
 

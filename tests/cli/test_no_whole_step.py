@@ -1,4 +1,4 @@
-"""A timeline of a schedule that is no whole step is refused with the findings of ``check``."""
+"""A schedule without a whole step has no timeline; the refusal has the findings of ``check``."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_every_operation_that_is_left_out(name, tmp_path):
             del mutant[rank][index]
             (tmp_path / "s.csv").write_text("\n".join(map(",".join, mutant)) + "\n")
             wrong = [error for error in pp.check(plan).errors if error.code.startswith(WHOLE_STEP)]
-            if not wrong:  # what PyTorch does with weights and gradients, of which one replica has none
+            if not wrong:  # PyTorch's operations on weights and gradients; one replica has none of them
                 assert op.endswith(("UNSHARD", "RESHARD", "REDUCE_GRAD")), op
                 assert pp.simulate(plan).makespan > 0
                 continue

@@ -1,4 +1,4 @@
-"""``pipeproof sweep``: refuses kindly, ends at Ctrl-C, and what it writes is what its schema says."""
+"""``pipeproof sweep``: refuses kindly, ends at Ctrl-C, and its output fits its schema."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_a_point_that_failed_is_status_3(words, monkeypatch):
 
 
 def test_ctrl_c_ends_the_workers(tmp_path):
-    """In a process group of its own with real workers, all of which get the signal, as on a terminal."""
+    """In its own process group with real workers; all of them get the signal, as on a terminal."""
     values = {"schedule.num_micro_batches": list(range(2, 600))}
     command = [sys.executable, "-m", "pipeproof", "sweep", str(write_plan(tmp_path)), *axes(values), "--workers", "1"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -1,4 +1,4 @@
-"""``-o`` writes what its suffix says, and refuses before any work what it cannot write."""
+"""``-o`` writes the format of its suffix, and refuses other suffixes before any work."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""``pipeproof tune``: what it prints and writes, what it takes, and what it refuses."""
+"""``pipeproof tune``: its output, its input, and its refusals."""
 
 import json
 

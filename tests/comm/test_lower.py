@@ -167,7 +167,8 @@ def test_digest_covers_everything_that_changes_what_runs(sections):
 
 
 def test_digest_is_the_same_on_every_machine(check_golden):
-    """A change here makes every saved state, report and profile that of another plan: find out why. No rule does it."""
+    """After a change here, every saved state, report and profile belongs to another plan: find out why. No rule does
+    it."""
     lines = [
         f"{name} {graph_digest(subject(**sections))}\n"
         for name, sections in {

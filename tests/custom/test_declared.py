@@ -180,7 +180,7 @@ CUT = [["stem"], ["act", "mid", "head"]]
 
 
 def timed(times, keys=(F, B)):
-    """LAYERS with times: those of ``times`` for a forward, and multiples of them for what follows."""
+    """LAYERS with times: ``times`` for a forward, and multiples of them for the other phases."""
     return [layer | {key: FACTORS[key] * time for key in keys} for layer, time in zip(LAYERS, times, strict=True)]
 
 

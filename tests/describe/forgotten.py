@@ -113,7 +113,7 @@ def check_types(name):
         forgotten(f"stages/describe/layers/, {layer.name}", listed - own)
 
 
-# Tools: names, configurations, importers. What they should have is written here.
+# Tools: names, configurations, importers. The tables here state their parts.
 
 NAMED = {
     "Qwen2": ({"num_kv_heads": 2, "biases": "qkv"}, ("huggingface", "megatron", "paddleformers", "paddlefleet")),

@@ -65,7 +65,7 @@ class Experts:
         return result
 
     def gradient_of_one_weight(self, name, step=1e-5):
-        """All copies moved together: what one rank that has everything would compute."""
+        """All copies moved together: the gradient on one rank that has everything."""
         result = np.zeros_like(self.whole[name])
         for place in np.ndindex(result.shape):
             sides = []

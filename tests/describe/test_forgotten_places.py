@@ -44,7 +44,7 @@ SIZE = MicroBatchSize(8, 2)
 
 
 def with_weights(spec, layer):
-    """(Name, operation) of the layer's operations with weights; those of streams have dots in other names."""
+    """(Name, operation) of the layer's operations with weights; stream operations have dots in other names."""
     for operation in layer_operations(spec.model, layer.name):
         if weights_of(operation)[0]:
             is_of_streams = isinstance(operation, StreamWeights)

@@ -168,7 +168,7 @@ def test_stored_activations():
     assert one["attn.q_head_norm.factor"] == TOKENS * HEADS
     assert one["mlp.up"] == one["mlp_norm"] == numel
     assert one["mlp.gelu"] == one["mlp.down"] == TOKENS * FFN
-    assert "attn.out.bias.grad" not in one  # that of the product before it
+    assert "attn.out.bias.grad" not in one  # the gradient of the product before it
     split = stored(ALL, "layer.0", tp=2, sequence_parallel=True)
     assert split["attn.out.bias.grad"] == numel / 2
     assert split["attn.q_head_norm"] == numel / 2

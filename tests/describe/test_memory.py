@@ -296,7 +296,7 @@ def test_latent_attention_keeps_compressed_vectors_and_heads():
     assert one["attn.q_up"] == 2 * 24 * SEQ
     assert one["attn.kv_up"] == 2 * 16 * SEQ
     assert one["attn.q_down"] == 2 * 64 * SEQ
-    assert "attn.kv_down" not in one  # its input is that of q_down
+    assert "attn.kv_down" not in one  # it has the input of q_down
     assert one["attn.qkv_out"] == 2 * 8 * (12 + 12 + 6) * SEQ
     assert one["attn.out"] == 2 * 8 * 6 * SEQ
 

@@ -155,7 +155,7 @@ def test_a_block_with_fused_norms_and_activation(dtype, flash):
 
 
 def test_the_fused_operations_of_this_test_have_the_gradients_of_pytorchs_own():
-    """Else what they keep would say nothing."""
+    """Otherwise their saved tensors would prove nothing."""
     import torch
 
     block = Block(torch.float64, fused=True)
@@ -164,7 +164,7 @@ def test_the_fused_operations_of_this_test_have_the_gradients_of_pytorchs_own():
         given = (block.x, *block.shared[:-2])
         gradients.append(torch.autograd.grad(block.forward(flash=False).pow(2).sum(), given))
     for ours, theirs in zip(*gradients, strict=True):
-        rounding = 1e-6 * theirs.abs().max().item()  # the factor is float32, and what it multiplies is added up
+        rounding = 1e-6 * theirs.abs().max().item()  # the factor is float32, and its products are added up
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=rounding)
 
 

@@ -72,7 +72,7 @@ def test_the_description_by_hand_is_what_the_types_say(model, tp, cp, ep, sp, si
 
 
 def assert_described_as_typed(spec, size):
-    """Collectives, and the parameters with their shards and addends, are those of the types."""
+    """The types give the same collectives, and the same parameters with their shards and addends."""
     degrees = {axis: getattr(spec.topology, axis) for axis in ("tp", "cp", "ep")}
     typed, layers = typed_gpt(spec, size), describe_gpt(spec, size)
     assert {layer_kind(spec.model, layer.name) for layer in layers} == set(typed)
@@ -124,7 +124,7 @@ def test_what_the_types_of_gathered_experts_mean():
 
 
 def test_a_block_with_gathered_experts_by_hand():
-    """16 tokens in 2 rows, hidden 16, 8 experts, cut over 2 EP ranks: each puts in what it has of the tokens."""
+    """16 tokens in 2 rows, hidden 16, 8 experts, cut over 2 EP ranks: each puts in its own tokens."""
     spec = spec_of({"moe": {**MOE, "dispatcher": "all_gather"}}, ep=2)
     (block, *_) = (layer for layer in describe_gpt(spec) if layer.name == "layer.0")
     tokens = 16 * 2
@@ -140,7 +140,7 @@ def test_a_block_with_gathered_experts_by_hand():
 
 
 def test_a_block_with_experts_by_hand():
-    """16 tokens in 2 rows, hidden 16, 8 experts of which a token visits 3, cut over 2 EP and 2 TP ranks."""
+    """16 tokens in 2 rows, hidden 16, 8 experts, 3 for a token, cut over 2 EP and 2 TP ranks."""
     spec = spec_of({"moe": {**MOE, "num_shared_experts": 2, "dense_layers": 1}}, tp=2, ep=2)
     layers = {layer.name: layer for layer in describe_gpt(spec)}
     assert not any(c.axis == "ep" for c in layers["layer.0"].forward_collectives)

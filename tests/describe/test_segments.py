@@ -1,4 +1,4 @@
-"""The partitions `stages: layer:REGEX` and `stages: uniform` equal those of Paddle's own `SegmentLayers`."""
+"""The partitions `stages: layer:REGEX` and `stages: uniform` equal the partitions of Paddle's own `SegmentLayers`."""
 
 from itertools import pairwise, product
 

@@ -62,7 +62,7 @@ class Numbers:
         return parts[()]
 
     def check(self):
-        """Assert that all values and all gradients denote those of one rank."""
+        """Assert that all values and all gradients denote the values and gradients of one rank."""
         program, values = self.program, self.layer.values
         outside = [*program.inputs, *(parameter.value for parameter in program.parameters)]
         whole = {value.name: self.draw(value.dims) for value in outside}

@@ -55,7 +55,7 @@ HABITS = (
 
 
 def leaves(data, path=()):
-    """The paths of all values that are no sections."""
+    """The paths of all values that are not sections."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         yield from leaves(value, (*path, key)) if isinstance(value, dict | list) else [(*path, key)]

@@ -38,7 +38,7 @@ SCHEDULES = {
 
 
 def can_run(doc):
-    """Whether its examples are input of ``check`` or ``convert``, or of what it would be run by without processes."""
+    """True if its examples are input of ``check`` or ``convert``, or run without processes in another way."""
     is_check = doc.wrong.startswith(("pipeproof check ", "pipeproof schedule convert "))
     return is_check if doc.example_kind is ExampleKind.COMMAND else doc.example_kind is not ExampleKind.OUTCOME
 

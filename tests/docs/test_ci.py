@@ -124,7 +124,7 @@ def test_the_action_of_the_workflow_passes_fails_and_writes_what_is_uploaded(pro
 
 
 def test_what_the_action_is_made_of():
-    """No input is pasted into a script, what it uses is pinned, and it installs its own commit."""
+    """No input is pasted into a script, used actions are pinned, and it installs its own commit."""
     for step in (INSTALL, CHECK):
         assert "${{" not in step["run"]
         assert step["shell"] == "bash"

@@ -24,7 +24,8 @@ REFUSED = {
     "gpt_pp2_tp2_sp_partial", "gpt_pp2_tp2_sp_backward_partial", "norm_after_partial", "norm_before_partial",
 }  # fmt: skip
 OVER_DEVICE = {"deepseek_v3", "llama3_405b"}
-"""Published trainings whose memory is predicted above that of their devices; results/published.md says why."""
+"""Published trainings that by the prediction need more memory than their devices have; results/published.md explains
+it."""
 
 
 @pytest.mark.parametrize("example", PLANS, ids=lambda path: path.stem)

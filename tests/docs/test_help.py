@@ -12,7 +12,7 @@ from tests.plans import plan_dict
 from tests.specs.plans import example
 
 NO_DATA = ("PP101", "PP103", "PP153", "PP154")
-"""Plans that are no YAML, and those that only a simulation refuses."""
+"""Plans that are not YAML, and plans that only a simulation refuses."""
 
 EXAMPLES = [
     doc for doc in RUNNABLE

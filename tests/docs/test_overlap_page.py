@@ -1,4 +1,4 @@
-"""The simulated figures of the pages on pairs are those of the simulator."""
+"""The simulated figures of the pages on pairs match the simulator."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ def name_of(page):
 
 
 def anchors(page):
-    """The anchors that GitHub gives the headings of a page, and those of the rows of a list."""
+    """The anchors that GitHub gives the headings of a page, and the anchors of the rows of a list."""
     text = page.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     named = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""The README is one screen and a half: what it is for, five questions as commands, ten lines of Python, the rooms."""
+"""The README is one screen and a half: its purpose, five questions as commands, ten lines of Python, the rooms."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What pages say to type is typed, in a shell, and does what they say; see ``validation/pages/console_blocks.py``."""
+"""Commands of pages are typed in a shell, and print the shown output; see ``validation/pages/console_blocks.py``."""
 
 import re
 import shlex
@@ -68,7 +68,7 @@ def blocks(validation_script):
 
 @pytest.fixture
 def session(blocks, tmp_path):
-    """A shell in an empty directory where ``pipeproof`` and ``python`` are those of this environment."""
+    """A shell in an empty directory with ``pipeproof`` and ``python`` of this environment."""
     work, state = tmp_path / "work", tmp_path / "state"
     programs = work / ".venv" / "bin"
     state.mkdir()
@@ -133,7 +133,7 @@ def test_every_page_is_typed_or_exempt():
 
 @pytest.mark.parametrize("page", sorted((DOCS / "zh").glob("*.md")), ids=lambda page: page.name)
 def test_translations_have_the_blocks_of_the_original(page, blocks):
-    """So that what is tested of one holds for the other."""
+    """The tests of the original then hold for the translation."""
 
     def all_blocks(path):
         return [match[0] for match in blocks.BLOCK.finditer(path.read_text(encoding="utf-8"))]

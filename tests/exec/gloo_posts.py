@@ -1,6 +1,6 @@
 """One of two processes that rehearse a pipeline with the world that Paddle has on GPUs, here over gloo.
 
-``python -m tests.exec.gloo_posts PLAN``, with Paddle's environment of the rank, writes what it looked at.
+``python -m tests.exec.gloo_posts PLAN``, with Paddle's environment of the rank, writes its observations.
 """
 
 import json

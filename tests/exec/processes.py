@@ -16,7 +16,7 @@ from tests.default_signals import default_signals
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 300.0
-"""Longest that any run here may take: twenty times what it takes on an idle machine."""
+"""Time limit of any run here: twenty times the run on an idle machine."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Run:
         return pids[0]
 
     def end(self):
-        """Wait for the end; there must be no process, no file and no traceback left."""
+        """Wait for the end; no process, no file and no traceback may be left."""
         try:
             status = self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:

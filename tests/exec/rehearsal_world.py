@@ -43,7 +43,7 @@ def proved_subject(features, topology, kind):
 
 @dataclass
 class HostTensor:
-    """Some bytes, and what they are elements of."""
+    """Some bytes, with their dtype."""
 
     content: np.ndarray
     dtype: str

@@ -13,7 +13,7 @@ from tests.train.fake_store import FakeStore, wait_until
 
 
 class StoppedStore(FakeStore):
-    """A store that stops answering, as that of a stopped process; ``resumed`` lets its calls end."""
+    """A store that stops answering, as if its process were stopped; ``resumed`` lets its calls end."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ def test_values_and_errors_are_those_of_the_store():
     store.remove("key")
     with pytest.raises(TimeoutError):
         store.get("key", 0.01)
-    assert store.add("n") == 2  # a value that nobody wrote is no lost store
+    assert store.add("n") == 2  # a missing value does not mean a lost store
     inner.end()
     with pytest.raises(ConnectionError, match="closed"):
         store.has("key")

@@ -67,7 +67,7 @@ def test_losses_of_routers_reach_the_weights_before_them():
 
 
 def test_loads_of_one_rank_alone_are_seen(monkeypatch):
-    """Each rank takes its own loads for those of all: the step's gradients are right, and the biases are not."""
+    """Each rank takes its own loads for the loads of all: the step's gradients are right, and the biases are not."""
     from pipeproof.stages.common.experts import Balance
     from tests.exec.in_memory import compared
 

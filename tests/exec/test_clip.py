@@ -88,7 +88,7 @@ def test_the_factor_is_the_quotient_rounded_once():
 
 
 def test_a_collective_by_itself_is_refused_where_there_is_no_norm():
-    """No adapter knows what it would be of."""
+    """No adapter knows its operand."""
     seen = subject(topology={"tp": 2})
     rows = seen.graph.rows()
     for program in rows:

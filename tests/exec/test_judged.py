@@ -26,7 +26,7 @@ def by_bound(ours, *, step=0, loss=LOSS, replicas_agree=True):
 
 
 def moved(by):
-    """Gradients of which one has an element farther from the reference, by a part of its largest."""
+    """Gradients; in one of them an element is farther from the reference, by a part of its largest."""
     ours = whole_of_one()
     gradient = next(iter(ours.values()))
     gradient.flat[0] += by * np.abs(gradient).max()

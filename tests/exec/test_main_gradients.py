@@ -1,4 +1,4 @@
-"""Gradients added in a wider type than that of the layers, and clamped SwiGLU: what they change."""
+"""Gradients added in a wider type than the layers', and clamped SwiGLU: the resulting changes."""
 
 import numpy as np
 import pytest

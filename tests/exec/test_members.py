@@ -32,7 +32,7 @@ def labels_in(tp, receiver_tp, edge):
 
 
 def empty_between(*edges, **topology):
-    """Three stages, of which the middle one has an empty layer alone, and the activation's layouts on the two edges."""
+    """Three stages, the middle one with only an empty layer, and the activation's layouts on the two edges."""
     return {
         "model": {"num_layers": 2, "empty_layers": {"head": 1}},
         "topology": {"pp": 3, "tp": 2, **topology},
@@ -98,7 +98,7 @@ def test_a_run_has_the_bits_of_the_reference(name):
 
 @pytest.mark.parametrize("batch_member", BATCH_MEMBERS, ids=[member["name"] for member in BATCH_MEMBERS])
 def test_tokens_of_another_micro_batch_give_another_loss(batch_member, monkeypatch):
-    """The last stage computes with what it was given, and not with what it could draw itself."""
+    """The last stage computes with the received tokens, not with tokens that it could draw itself."""
     from tests.exec import in_memory
 
     plan = lowered(boundaries=[hidden(), batch_member], run={"steps": 1})

@@ -37,7 +37,7 @@ def runnable(plan):
 
 @st.composite
 def mixtures(draw):
-    """A plan with those of some features that go together, in the order in which they were drawn."""
+    """A plan with the drawn features that go together, in the order in which they were drawn."""
     topology, kind = (
         draw(st.sampled_from(list(RANKS))),
         draw(st.sampled_from([kind for kind in SCHEDULE_KINDS if kind not in {"file", "custom"}])),

@@ -51,7 +51,7 @@ def test_what_a_module_predicts():
     from pipeproof.stages.describe.synthetic import initial_weight
 
     weights = {p.name: initial_weight(p, 0, "float64") for layer in describe_gpt(plan) for p in layer.parameters}
-    weights["head.weight"] = np.zeros_like(weights["head.weight"])  # all words alike: each loss is log(words)
+    weights["head.weight"] = np.zeros_like(weights["head.weight"])  # all words equal: each loss is log(words)
     batch = micro_batch(plan, 0, 0)
     counted = [int((batch.labels[:, distance:] != IGNORED).sum()) for distance in range(3)]
     assert counted[0] > counted[1] > counted[2] > 0

@@ -128,7 +128,7 @@ def without_numbers(text):
 
 
 def test_ranks_that_hold_other_values_of_one_part(tmp_path):
-    """Two stages compute a layer: the whole is that of the lowest rank, which is correct here."""
+    """Two stages compute a layer: the whole comes from the lowest rank, which is correct here."""
     key = "layer.1/forward/input/0/0"
     plan = lower_loaded(plan_from_dict(plan_dict()))
     right = np.random.default_rng(1).standard_normal((8, 2, 16)).astype("f4")

@@ -1,7 +1,7 @@
 """Parts of models, placements, schedules and memory on all ranks: the bits of the ordered reference in every step.
 
 Each plan mixes several parts. Where a plan adds in the order of the unpartitioned model, its bits are that model's too;
-elsewhere they are within the bound. Logs are those of the graph. ``test_mixed`` draws more of such plans.
+elsewhere they are within the bound. Logs equal the graph. ``test_mixed`` draws more of such plans.
 """
 
 import pytest
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started"
 GROUPS = {"num_kv_heads": 2, "head_size": 6}
 """Two query heads to a head of keys and values; 24 elements of queries where the hidden size is 16."""
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
-"""More than ten, so that numbers are not their texts' order; the first stage has a dense block and one with experts."""
+"""More than ten: the order of numbers differs from the order of their texts. The first stage has a dense block and one
+with experts."""
 MLA = {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 4, "value_head_size": 3}
 PLAIN = {**MLA, "q_rank": None}
 BIAS_RATE = {"expert_bias_rate": 0.003}
@@ -167,7 +168,7 @@ def lowered(topology, schedule, model, sections=(), *, steps=2):
 
 
 def require_bits(plan):
-    """The steps, whose losses and gradients have the bits of the reference; logs are those of the graph."""
+    """The steps; losses and gradients have the bits of the reference, and logs equal the graph."""
     from pipeproof.stages.reference.bound import parallel_bound
     from tests.exec.in_memory import compared
 

@@ -225,7 +225,7 @@ def test_the_unpartitioned_paddle_model_resumes_too(tmp_path):
 
 
 def weights_alone(directory, state):
-    """The weights of a state, all in one file, like those of another program: no steps, no optimizer, no biases."""
+    """The weights of a state, all in one file, as from another program: no steps, no optimizer, no biases."""
     saved = find_state(state)
     arrays = {name: one for name, one in read_whole(saved).items() if saved.index.tensors[name].kind == "weight"}
     directory.mkdir()

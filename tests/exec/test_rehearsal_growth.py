@@ -27,7 +27,7 @@ def test_what_a_rank_receives_and_compares_does_not_depend_on_how_many_there_are
 
 
 class CountingWorld:
-    """A rank's world that counts what it is asked for; messages take no time."""
+    """A rank's world that counts its calls; messages take no time."""
 
     def __init__(self, rank):
         self.rank, self.channels, self.posts, self.barriers = rank, self, [], 0

@@ -138,7 +138,7 @@ FOUR = {"topology": {"pp": 4}, "schedule": {"kind": "gpipe", "num_micro_batches"
     ],
 )
 def test_links_within_hosts_and_between_them_are_two_lines(hosts, per_node, node_us, between_us):
-    """The edges 1-2 are slow, 100 us; the median of all edges is that of most."""
+    """The edges 1-2 are slow, 100 us; the median of all edges is the value of most."""
     graph = subject(**FOUR).graph
     slow = {(a, b) for a in range(4) for b in range(4) if hosts[a] != hosts[b]}
     if hosts in ("aaaa", "abba"):

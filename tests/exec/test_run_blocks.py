@@ -60,7 +60,7 @@ def test_what_no_run_carries_out_is_refused(cp, model, fact):
 
 @pytest.fixture
 def two_ends(monkeypatch):
-    """Both ends of a pair in threads, and what they gather: ``dist.all_gather`` of two equal shapes."""
+    """Both ends of a pair in threads, and their gathers: ``dist.all_gather`` of two equal shapes."""
     from pipeproof.exec.rank.paddle import comm
 
     meeting, given, calls = threading.Barrier(2, timeout=30), {}, []

@@ -101,7 +101,7 @@ def paddle_store(port):
     pytest.param(paddle_store, marks=pytest.mark.needs_paddle, id="paddle"),
 ])  # fmt: skip
 def test_strangers_do_not_end_a_store(made_by):
-    """One sends nothing and stays, one closes at once, one sends bytes that are no question, and stays."""
+    """One sends nothing and stays, one closes at once, one sends bytes that are not a request, and stays."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,8 +1,8 @@
 """``python -m tests.fuzz [--seconds N] [--seed N] [READER ...]``: mutants of files, given to their commands.
 
 Every mutant must end with a status of pipeproof, without a traceback and within the limit of time. The commands run in
-a forked process, so that a mutant that ends its reader ends nothing else. A mutant that is not handled is printed, kept
-in ``tests/fuzz/seeds``, and makes the status 1; ``--write`` keeps the counts for ``validation/results/hardening.md``.
+a forked process: a mutant that ends its reader ends nothing else. A mutant that is not handled is printed, kept in
+``tests/fuzz/seeds``, and makes the status 1; ``--write`` keeps the counts for ``validation/results/hardening.md``.
 """
 
 from __future__ import annotations

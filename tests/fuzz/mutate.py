@@ -59,7 +59,7 @@ def mutant_of(seed: bytes, draw: random.Random) -> bytes:
 
 
 def preload(reader: Reader) -> None:
-    """Read a seed in this process, so that forked processes have the reader's modules."""
+    """Read a seed in this process: forked processes then have the reader's modules."""
     from click.testing import CliRunner
 
     from pipeproof.cli.main import main
@@ -88,7 +88,7 @@ def _written(reader: Reader, content: bytes, directory: Path) -> Path:
 
 
 peak_mb = 0.0
-"""Largest resident memory of a process that read a mutant until now, with what it was forked with."""
+"""Largest resident memory of a process that read a mutant until now, with the memory of its parent."""
 
 
 def outcome_of(reader: Reader, content: bytes) -> str | None:

@@ -1,9 +1,8 @@
-"""Writes ``paddle_gradients/*.npz``: what Paddle's uncut reference makes of each feature of the PyTorch tests' plans.
+"""Writes ``paddle_gradients/*.npz``: results of Paddle's uncut reference for each feature of the PyTorch tests' plans.
 
-Frameworks need not be in one environment, so that PyTorch's stages are compared
-with what this wrote where Paddle is: ``python -m tests.goldens.write_paddle_gradients``.
-``tests/stages/test_adjoints.py`` holds that the files are what Paddle makes today. What is kept of a run is
-said by ``tests.stages.torch.features.kept_of``.
+Frameworks need not be in one environment: PyTorch's stages are compared with these files, which an environment with
+Paddle wrote: ``python -m tests.goldens.write_paddle_gradients``. ``tests/stages/test_adjoints.py`` checks that Paddle
+makes the same files today. ``tests.stages.torch.features.kept_of`` selects the kept results of a run.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Configurations of ERNIEKit: its own keys, what it refuses at the start, and keys that it does not have."""
+"""Configurations of ERNIEKit: its own keys, refusals at the start, and keys that it does not have."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_the_micro_batch_is_batch_size(tmp_path):
 
 
 def test_blocks_that_do_not_divide_are_cut_uniformly(tmp_path):
-    """Embedding, 28 blocks, norm and head are 31 layers, of which each of 8 ranks has 3 or 4."""
+    """Embedding, 28 blocks, norm and head are 31 layers; each of 8 ranks has 3 or 4 of them."""
     wide = {"pipeline_parallel_degree": 8, "gradient_accumulation_steps": 16}
     made = of(tmp_path, **wide)
     assert made.plan["stages"] == "uniform"

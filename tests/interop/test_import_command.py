@@ -54,7 +54,7 @@ def test_what_importing_finds_can_be_left_out(job):
     done = run("check", "--strict", "--from", "paddleformers", job, "--ignore", "PP175,PP172")
     assert done.exit_code == 0
     assert "PP17" not in done.output
-    assert run("check", "--ignore", "PP175", "examples/gpt_pp4.yaml").exit_code == 2  # of a plan, it is no rule
+    assert run("check", "--ignore", "PP175", "examples/gpt_pp4.yaml").exit_code == 2  # plans have no such rule
 
 
 def test_a_corrupting_strategy_fails(strategy):

@@ -117,7 +117,7 @@ def test_what_torchtitan_would_refuse(tmp_path, more, flags, message, code):
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "gpipe"])
 @pytest.mark.parametrize(("num_micro_batches", "refused"), [(4, False), (3, True), (1, True)])
 def test_schedules_of_one_stage_need_as_many_micro_batches_as_stages(tmp_path, schedule, num_micro_batches, refused):
-    """``PipelineScheduleSingle`` raises a ValueError; interleaved schedules and those of a file do not."""
+    """``PipelineScheduleSingle`` raises a ValueError; interleaved schedules and schedules of a file do not."""
     more = f'pipeline_parallel_schedule = "{schedule}"'
     flags = {"settings": {("schedule", "num_micro_batches"): num_micro_batches, ("topology", "pp"): 4}}
     if not refused:

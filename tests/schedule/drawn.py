@@ -35,7 +35,7 @@ def requests(draw, max_ranks=8, max_chunks=4):
 
 
 def generated(kind, request):
-    """The schedule; a request that the generator refuses is no example."""
+    """The schedule; a refused request does not count as an example."""
     try:
         return kind.generate(request)
     except UnfitSizesError:

@@ -4,7 +4,7 @@ Run it with the PyTorch that ``make test-torch`` installs::
 
     python tests/schedule/make_torch_files.py
 
-``test_against_torch.py`` compares the files with what this makes.
+``test_against_torch.py`` compares the files with the output of this script.
 """
 
 from pathlib import Path

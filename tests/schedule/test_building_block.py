@@ -167,7 +167,7 @@ def test_between_warm_up_and_last_forwards_f_and_i_are_in_the_authors_order(name
 
 
 def _cycles(program, rank, first, num_micro_batches):
-    """F and I from the forward of one micro-batch on the way down to that of the last."""
+    """F and I from the forward of one micro-batch on the way down to the forward of the last."""
     steady = [text for text in program if "W" not in text]
     return steady[steady.index(f"{rank}F{first}") : steady.index(f"{rank}F{num_micro_batches - 1}")]
 

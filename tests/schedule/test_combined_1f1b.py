@@ -58,7 +58,7 @@ def test_pairs_take_the_time_of_pairs():
 
 @st.composite
 def equal_stages(draw):
-    """Ranks, micro-batches, times of equal stages, and that of a pair, at most as long as both one after the other."""
+    """Ranks, micro-batches, times of equal stages and of a pair, at most as long as both one after the other."""
     forward, backward_input, latency = (draw(st.integers(least, 20)) for least in (1, 1, 0))
     weight = draw(st.integers(0, 20))
     pair = draw(st.integers(1, forward + backward_input + weight))

@@ -52,7 +52,8 @@ def test_all_work_is_done_once(drawn):
 @given(requests())
 @settings(few, max_examples=300)
 def test_every_schedule_finishes_and_never_runs_ahead_of_what_it_needs(drawn):
-    """Whatever stages cost; the order on each rank is that of time, which `asap` derives from what each needs."""
+    """For any times of stages: the order on each rank is the order of start times, which `asap` derives from the
+    inputs."""
     kind, request = drawn
     schedule = generated(kind, request)
     timed = asap(schedule, request.costs)

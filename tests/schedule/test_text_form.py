@@ -1,4 +1,4 @@
-"""The text form of whole programs: what it says, that it reads back the same, and what it refuses where."""
+"""The text form of whole programs: its meaning, reading back its output, and its refusals with their positions."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""ZB-H2 in exact arithmetic: no idle time within a rank, and what it takes."""
+"""ZB-H2 in exact arithmetic: no idle time within a rank, and the conditions for it."""
 
 from hypothesis import given
 from hypothesis import strategies as st

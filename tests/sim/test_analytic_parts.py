@@ -100,7 +100,7 @@ def test_experts_by_hand():
     ep=st.sampled_from([1, 2, 4]),
 )
 def test_the_ranks_of_a_mesh_do_the_work_of_one(parts, tp, cp, ep):
-    """But for what all TP ranks do alike: routing, and compressing without sequence parallelism."""
+    """But for the work that all TP ranks repeat: routing, and compressing without sequence parallelism."""
     whole = plan(parts)
     cut = plan(parts, {"tp": tp, "cp": cp, "ep": ep, "sequence_parallel": True})
     for layer in ("layer.0", "layer.1"):
@@ -150,7 +150,7 @@ def test_an_all_to_all_by_hand(topology, ranks_per_node, time):
 def test_stages_pay_for_exchanges_both_ways():
     spec = plan({"moe": MOE, "num_layers": 2}, {"ep": 2})
     (stage,) = costs(spec).stages
-    visits = 2 * TOKENS * 3 * 16 * 2 / 2  # there and back, 2 bytes an element, of which one half goes to the other rank
+    visits = 2 * TOKENS * 3 * 16 * 2 / 2  # there and back, 2 bytes an element, one half to the other rank
     counts = MOE["num_experts"] * 8 / 2  # forward alone
     assert (stage[Phase.FORWARD].link_bytes, stage[Phase.INPUT].link_bytes) == (visits + counts, visits)
     assert stage[Phase.WEIGHT].link_bytes == 0

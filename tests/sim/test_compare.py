@@ -108,7 +108,7 @@ TIMES = st.integers(1, 50)
 @settings(deadline=None, max_examples=25)
 @given(TIMES, TIMES, TIMES, st.integers(0, 9), st.sampled_from(["1f1b", "gpipe"]))
 def test_the_order_of_plans_is_the_same_whatever_they_cost(forward, backward, other, latency, kind):
-    """The order is the schedule's; lengths are those of the plan, exactly."""
+    """The order is the schedule's; lengths are exactly the plan's."""
 
     def timed(number, **cost):
         plan = plan_dict(schedule={"kind": kind}, cost={"forward_us": forward, "backward_us": backward, **cost})

@@ -43,7 +43,7 @@ PRODUCTS = [
     ("b200", "float8", 4096, 8192, 8192, 226), ("b200", "float8_block", 8192, 8192, 8192, 411),
     ("b200", "float4", 8192, 8192, 8192, 285),
 ]  # fmt: skip
-# All-gathers and all-reduces of 2^20 and 2^28 elements of two bytes in all, alike; those of A100 by vTrain.
+# Equal numbers of elements of two bytes, 2^20 and 2^28 in all, for all-gathers and all-reduces; A100 by vTrain.
 COLLECTIVES = [
     ("h100", OpKind.ALL_GATHER, 8, 2**21, 22.2), ("h100", OpKind.ALL_GATHER, 8, 2**29, 1401.5),
     ("h100", OpKind.ALL_REDUCE, 4, 2**29, 2299.7), ("h100", OpKind.REDUCE_SCATTER, 2, 2**29, 1077.9),
@@ -84,7 +84,7 @@ def test_a_product_is_never_faster_than_the_peak_and_a_larger_one_takes_longer(w
     larger = [shape(m + 1, n, k, number), shape(m, n + 1, k, number), shape(m, n, k + 1, number)]
     times = [product_us(curve, size, peak(name, curve), is_hot=hot) for size in larger]
     assert time < min(times)
-    assert max(times) <= 2 * time * (1 + Fraction(repr(curve.slowdown)))  # a row more is no jump
+    assert max(times) <= 2 * time * (1 + Fraction(repr(curve.slowdown)))  # a row more makes no jump
     for more in (shape(m, n, k, number + 1), shape(m, n, k, number, ragged=True)):
         assert time < product_us(curve, more, peak(name, curve), is_hot=hot)
 

@@ -110,7 +110,7 @@ def simulated(plan, engine):
 @some
 def test_figures_and_timelines_are_equal(plan):
     fast, simpy = simulated(plan, "fast"), simulated(plan, "simpy")
-    if isinstance(simpy, tuple):  # what it found
+    if isinstance(simpy, tuple):  # findings
         assert fast == simpy
         return
     assert (fast.engine, simpy.engine) == ("fast", "simpy")
@@ -179,7 +179,7 @@ def test_messages_that_are_posted_together_go_one_after_the_other_in_a_rendezvou
 
 
 def test_three_computations_in_one_call_are_a_pair_and_one_more():
-    """The second belongs to the first, so that the third runs alone."""
+    """The second belongs to the first; the third therefore runs alone."""
     batch = {"batch": 0}
     graph = graph_of([("0F0", batch), ("1B0", batch), ("2F0", batch), ("0F1", {})])
     durations = Durations((5, 7, 3, 2), 0, 1, overlapped={0: 1, 1: 2})

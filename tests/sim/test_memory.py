@@ -102,7 +102,7 @@ def test_fragmentation_is_a_share_of_the_tensors_at_the_peak(sections):
 
 
 def test_offloaded_blocks_are_not_held_between_forward_and_backward():
-    """GPipe holds all 4 micro-batches before the first backward: of blocks only what one F or I has."""
+    """GPipe holds all 4 micro-batches before the first backward, but of blocks only the activations of one F or I."""
     sections = {"schedule": {"kind": "gpipe", "num_micro_batches": 4}, "memory": {"offload_blocks": 2}}
     plan = lowered(**sections)
 
@@ -257,7 +257,7 @@ def test_the_table_has_ranks_alike_together_and_says_how_they_stand_to_the_budge
 
 
 def test_inputs_of_products_in_fewer_bits_are_in_lowered_plans():
-    """Lowering replaces ``cost.analytic`` by its times, so that the type has to be kept elsewhere."""
+    """Lowering replaces ``cost.analytic`` by its times; the type therefore has to be kept elsewhere."""
     cost = {"analytic": {"device": "h100", "dtype": "bfloat16", "matmul_dtype": "float8"}}
     wide, narrow, named = (
         lowered(cost=cost, memory={"product_inputs": kind}) for kind in ("dtype", "matmul_dtype", "float8")

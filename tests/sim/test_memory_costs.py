@@ -76,7 +76,7 @@ def time_again(modules, **model):
     ("modules", "model", "flops", "num_bytes"),
     [
         (["mlp"], {}, 3 * 2 * T * 4096 * 16384, 2 * 3 * T * 16384),  # three products; SwiGLU reads two and writes one
-        (["layernorm"], {}, 0, 2 * 2 * 2 * T * 4096),  # two norms, each of which reads and writes
+        (["layernorm"], {}, 0, 2 * 2 * 2 * T * 4096),  # two norms, each reads and writes
         (["moe_act"], {"moe": {"num_experts": 8, "top_k": 2, "ffn_size": 2048}}, 0, 2 * 3 * 2 * T * 2048),
         (
             ["shared_experts"],

@@ -1,4 +1,4 @@
-"""Times of messages and collectives by the links of nodes and between them, and what they leave of a stage's time."""
+"""Times of messages and collectives by the links of nodes and between them, and the rest of a stage's time."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -117,7 +117,7 @@ def test_a_device_brings_its_links():
 
 
 def by_op(lowered, prefix):
-    """Durations of operations whose text begins so, of sends that of their message, in microseconds, in order."""
+    """Durations of operations with this prefix, for sends of their message, in microseconds, in order."""
     durations = durations_of(lowered)
     return [
         Fraction(durations.message(op_id) if op.kind in SEND_KINDS else durations.ticks[op_id], durations.ticks_per_us)

@@ -62,8 +62,9 @@ def flops_of_a_token(spec):
 def test_weights_are_as_many_as_published():
     """405B, and 671B without the module for multi-token prediction: a token multiplies with 37B of these.
 
-    The routers' biases are no part of the plan: 256 in each of 58 blocks. The module has a block with experts, two
-    norms and what joins them; published weights have 14B for it, embedding and head once more among them.
+    The plan does not include the routers' biases: 256 in each of 58 blocks. The module has a block with experts, two
+    norms and the projection that joins them; published weights have 14B for it, embedding and head once more among
+    them.
     """
     assert num_weights(llama()) == 405_853_388_800
     main = without_module(deepseek())
@@ -79,7 +80,9 @@ def test_weights_are_as_many_as_published():
 def test_forward_flops_of_a_token_by_hand():
     tokens = 8192
     attention = 4 * 128 * 128 * Fraction(tokens + 1, 2)  # two products over the keys that a token looks at
-    weights = num_weights(llama()) - 128256 * 16384 - (2 * 126 + 1) * 16384  # an embedding and norms are no products
+    weights = (
+        num_weights(llama()) - 128256 * 16384 - (2 * 126 + 1) * 16384
+    )  # without an embedding and norms: no products
     assert flops_of_a_token(llama()) == 2 * weights + 126 * attention
     assert 2 * weights < flops_of_a_token(llama()) < Fraction(108, 100) * 2 * weights
 

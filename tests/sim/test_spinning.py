@@ -194,7 +194,7 @@ def test_1f1b_with_receives_one_ahead_on_two_ranks_by_hand():
     spans = {span.op: (span.start, span.end) for span in slowed.timeline.spans}
     assert spans["1RECV_F2"] == (400, 500)
     assert spans["1B1"] == (400, 550)
-    assert spans["0RECV_B2"] == (550, 750)  # behind that of B1 on its channel
+    assert spans["0RECV_B2"] == (550, 750)  # behind the message of B1 on its channel
     assert spans["0B1"] == (550, 750)
     assert (slowed.makespan, slowed.engine) == (850, "simpy")
     assert simulated("prefetch_one", **plan).makespan == 800

@@ -19,7 +19,7 @@ run:      {backend: paddle, device: cpu, dtype: float32, steps: 2, seed: 7, lear
 
 
 def example(**sections):
-    """The plan as data, each section updated with the given keys (or replaced, where it is no mapping)."""
+    """The plan as data, each section updated with the given keys (or replaced, where it is not a mapping)."""
     data = yaml.safe_load(EXAMPLE)
     for name, value in sections.items():
         data[name] = {**data.get(name, {}), **value} if isinstance(value, dict) else value

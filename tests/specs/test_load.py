@@ -240,7 +240,7 @@ def test_unreadable_files(tmp_path, write):
 def test_forbidden_file(write, monkeypatch):
     path = write(EXAMPLE)
     path.chmod(0)
-    if os.geteuid() == 0:  # root may read every file: let the system say what it would say to others
+    if os.geteuid() == 0:  # root may read every file: simulate the system's answer to others
 
         def refuse(path, *options, **named):
             if str(path) == str(denied):

@@ -30,7 +30,7 @@ def test_which_blocks_have_experts():
     "model",
     [
         {"num_kv_heads": 1, "head_size": 10},
-        {"hidden_size": 15, "head_size": 10},  # heads that the hidden size is no multiple of
+        {"hidden_size": 15, "head_size": 10},  # the heads do not divide the hidden size
         {"hidden_size": 15, "mla": MLA},
         {"moe": MOE},
         {"moe": {**MOE, "num_shared_experts": 2, "dense_layers": 3}, "mla": {**MLA, "q_rank": 3}},

@@ -1,4 +1,4 @@
-"""The keys ``transport.recv_order`` and ``cost.recv_slowdown``: what they take, how they are refused and written."""
+"""The keys ``transport.recv_order`` and ``cost.recv_slowdown``: values, refusals, and how they are written."""
 
 from fractions import Fraction
 

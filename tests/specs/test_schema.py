@@ -1,4 +1,5 @@
-"""The JSON Schema of plan files against the loader: it accepts what loads, and refuses what it can see."""
+"""The JSON Schema of plan files against the loader: it accepts plans that load, and refuses all mistakes that a schema
+can express."""
 
 import json
 import re

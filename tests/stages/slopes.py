@@ -41,7 +41,7 @@ def big_weights(plan: PlanSpec) -> dict[str, np.ndarray]:
 def assert_slopes(plan: PlanSpec) -> None:
     """The unpartitioned model's gradients are slopes: of each weight where it is largest, and in some other place.
 
-    The plan is of float64. Weights are enlarged, so that all of them matter, and none is like another.
+    The plan is of float64. Weights are enlarged: all of them matter, and no two are equal.
     """
     generator = np.random.default_rng(2)
     weights = {
@@ -75,7 +75,7 @@ def whole_model(plan: PlanSpec, weights: Mapping[str, np.ndarray]) -> OrderedMod
 
 
 def whole_gradients(model: OrderedModel) -> dict[str, np.ndarray]:
-    """The gradients of an unpartitioned model by parameter, a shared weight's with those of all its uses."""
+    """The gradients of an unpartitioned model by parameter; a shared weight's gradient sums all its uses."""
     sums = {name: grad.numpy() for name, (grad,) in model.gradients().items()}
     return {
         name: sum((sums[f"{layer}.weight"] for layer in model.borrowers_of(name)), start=sums[name])

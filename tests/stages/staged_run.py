@@ -40,7 +40,7 @@ def same_bits(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray
 
 @dataclass(frozen=True)
 class Step:
-    """What one step shows."""
+    """Results of one step."""
 
     loss: np.generic
     gradients: Gradients
@@ -61,7 +61,7 @@ class StagedRun:
         ]
         self.optimizers = [StageOptimizer(plan.run, s.parameters) for stages in self.stages for s in stages]
         self.issued: list[tuple[list[Issued], list[Issued]]] = []
-        """Of each rank and micro-batch: what it issued forward and backward."""
+        """For each rank and micro-batch: the operations issued forward and backward."""
 
     def steps(self) -> Iterator[Step]:
         """Train the plan's steps."""

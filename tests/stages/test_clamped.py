@@ -15,7 +15,7 @@ LIMIT = 0.75
 MODEL = {
     formula: make_plan(model={"swiglu_limit": LIMIT, "swiglu_formula": formula}).gpt for formula in ("gpt_oss", "silu")
 }
-"""A number that float32 has, so that values can stand exactly there."""
+"""A limit that is exact in float32: values can be equal to it."""
 
 
 def with_gradients(function, *arrays):

@@ -212,7 +212,7 @@ def numpy_loss(plan, weights, batch):
         return x @ weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
 
     def turned(head):
-        """Rotary as what it is: pairs as complex numbers, turned by an angle."""
+        """Rotary by its definition: pairs as complex numbers, turned by an angle."""
         pairs = head[:, : size // 2] + 1j * head[:, size // 2 :]
         angles = [[p / 10000 ** (2 * i / size) for i in range(size // 2)] for p in range(len(head))]
         pairs = pairs * np.exp(1j * np.array(angles))

@@ -42,7 +42,7 @@ def allocated():
 
 
 def gone_back(plan, part):
-    """A stage on its ranks after three micro-batches, and its gradients, of what it was given, too."""
+    """A stage on its ranks after three micro-batches, and its gradients, also of its inputs."""
     ranks = Ranks(plan, part)
 
     def steps(rank):
@@ -119,7 +119,7 @@ def test_what_a_micro_batch_holds_between_its_forward_and_its_backward(model):
     counted = held(make_plan(memory={"attention": "unfused"}, model=model), ("layer.1",), MicroBatchSize(8, 2))
     assert core == sum(one.num_bytes for one in counted if one.name == "attn.core")
     assert now["none"][0] - now["selective"][0] == 2 * core
-    assert now["none"][1] == now["selective"][1] == now["full"][1] > now["full"][0], "W needs the same of all"
+    assert now["none"][1] == now["selective"][1] == now["full"][1] > now["full"][0], "W needs the same tensors in all"
 
 
 @pytest.mark.parametrize("model", [{}, MLA, MOE])

@@ -180,7 +180,7 @@ def test_recomputation_keeps_the_streams_alone_and_changes_no_bit():
 
 
 def gone_through(recompute):
-    """The gradients of two blocks that get and give three streams, once what they keep has been counted, in bytes."""
+    """The gradients of two blocks that get and give three streams, after counting their saved bytes."""
     plan = make_plan(model=STREAMS, memory={"recompute": recompute})
     stage = PaddleStage(plan, describe_gpt(plan)[2:4])
     for weight in stage.parameters.values():

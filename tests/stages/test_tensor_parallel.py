@@ -117,7 +117,7 @@ MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "d
     "model", [{"num_kv_heads": 2, "head_size": 6}, {"mla": MLA}, {"mla": {**MLA, "q_rank": 4}}, {"moe": MOE}]
 )
 def test_parts_of_blocks_issue_exactly_the_collectives_that_the_description_lists(model, sequence_parallel):
-    """Compressed vectors of one size, so that only their names tell them apart."""
+    """Compressed vectors of one size: only their names tell them apart."""
     assert_issued_as_described(model, 2, sequence_parallel, (2,))
 
 

@@ -21,7 +21,7 @@ class Issued:
 
 
 class RankCollectives:
-    """What one rank's stages issue over all axes; ``issued`` lists it."""
+    """Operations of one rank's stages over all axes; ``issued`` lists them."""
 
     def __init__(self, world, coords):
         self._world, self.coords, self.issued = world, coords, []

@@ -113,7 +113,7 @@ def test_the_note_of_two_plans_is_no_error(tmp_path):
 
 @pytest.mark.needs_torch
 def test_training_resumes_with_twice_the_micro_batches_on_any_topology(tmp_path):
-    """Two steps of 4 micro-batches, then two of 8: on dp 1 and dp 2 the same training, and not that of 4."""
+    """Two steps of 4 micro-batches, then two of 8: on dp 1 and dp 2 the same training, and another one than with 4."""
     from pipeproof.exec.rank.framework_choice import start_framework
     from tests.exec.in_memory import run_all
 

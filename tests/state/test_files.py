@@ -35,7 +35,7 @@ PLANS = {
 
 
 def numbers(plan):
-    """Values of every tensor of a plan's state, whole: no two elements of one tensor alike."""
+    """Values of every tensor of a plan's state, whole: no two elements of one tensor are equal."""
     return {
         name: np.arange(prod(one.shape), dtype=one.dtype).reshape(one.shape) for name, one in whole_state(plan).items()
     }

@@ -1,4 +1,4 @@
-"""Maps of tensors against numpy: what they make of arrays of distinct numbers, composed, inverted, compared."""
+"""Maps of tensors against numpy, on arrays of distinct numbers: applied, composed, inverted, compared."""
 
 import dataclasses
 from itertools import pairwise

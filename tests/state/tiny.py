@@ -1,4 +1,4 @@
-"""Small states without a framework, of values of which no two tensors, elements or steps have the same."""
+"""Small states without a framework; values differ between any two tensors, elements and steps."""
 
 import zlib
 from math import prod

@@ -40,7 +40,7 @@ def times(result):
 
 
 def run_example(title, folder, monkeypatch, change=()):
-    """Run an example of the page on this machine; its result is that of own processes."""
+    """Run an example of the page on this machine; its result equals the result in own processes."""
     (folder / "plan.yaml").write_text((EXAMPLES / "gpt_pp4.yaml").read_text())
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     code = example(title)

@@ -1,4 +1,4 @@
-"""Bodies for real processes, which import them by name; a module of their own, so that this is quick."""
+"""Bodies for real processes, which import them by name; a module of their own imports quickly."""
 
 import numpy as np
 

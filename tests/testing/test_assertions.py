@@ -1,4 +1,4 @@
-"""The assertions: what they pass, and what they say of what they do not."""
+"""The assertions: plans that pass, and the messages on plans that do not."""
 
 import shutil
 import subprocess
@@ -53,7 +53,7 @@ def test_what_is_allowed_does_not_fail_and_strict_means_warnings():
     assert {finding.code for finding in assert_plan_sound(LOSSY, allow={"PP201"}).errors} == {"PP201"}
     noted = plan_dict()
     assert [finding.code for finding in assert_plan_sound(noted, strict=True).findings] == ["PP411"]
-    programs = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]  # a deadlock, so that memory is not known
+    programs = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]  # a deadlock: memory is not known
     schedule = {"kind": "custom", "num_micro_batches": 2, "programs": programs}
     warned = plan_dict(schedule=schedule, memory={"budget_gib": 1})
     errors = {finding.code for finding in assert_plan_sound(warned, allow=CHECK_CODES).errors}

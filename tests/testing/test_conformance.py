@@ -20,11 +20,11 @@ TIMEOUT_S = 60.0
 
 
 def values_of(key: str) -> list[RowValue]:
-    """Every value that a row can have, but one for those that two ranks cannot tell apart."""
+    """Every value that a row can have, but one for the values that two ranks cannot tell apart."""
     row_type = get_type_hints(BackendTable)[key]
     values = [False, True] if row_type is bool else list(get_args(row_type))
-    alike = sorted(map(str, next(probe for probe in PROBES if probe.key == key).look_alike - {"pair"}))
-    return [value for value in values if value not in alike]
+    indistinct = sorted(map(str, next(probe for probe in PROBES if probe.key == key).look_alike - {"pair"}))
+    return [value for value in values if value not in indistinct]
 
 
 OTHER_VALUES = [

@@ -192,7 +192,7 @@ def main(directory, rank):
     train(stages, optimizer, owners, range(3, 5), groups[2])
     said["on three, after"] = digests_of(stages, optimizer)
 
-    # an error of one rank is that of all: rank 2 has another shape
+    # an error of one rank is an error of all: rank 2 has another shape
     if rank == 2:
         stages[2].layers["1"].up = nn.Linear(WIDTH, 13)
     said["refused"] = refusal(lambda: load_dcp(directory / "one", stages, tied=tied_of(cut)))

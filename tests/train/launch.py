@@ -13,7 +13,7 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 def launch(program, num_processes, *args, timeout=400, env=()):
     """The finished launcher of ``programs/<program>`` with its output; stdout and stderr of all ranks are one text.
 
-    The launcher and its ranks are ended after ``timeout`` seconds; the return code is then that of a killed process.
+    The launcher and its ranks are ended after ``timeout`` seconds; the return code is then a killed process's.
     """
     command = [
         sys.executable, "-m", "tests.train.forked_ranks", str(num_processes), str(PROGRAMS / program),

@@ -51,7 +51,7 @@ def model_of(name="llama", **options):
 
 
 def batch(rows=2, length=10):
-    """Token ids, labels of which some do not count, and a mask with padding at the right of the last row."""
+    """Token ids, labels with some that do not count, and a mask with padding at the right of the last row."""
     ids = torch.randint(3, 37, (rows, length), generator=torch.Generator().manual_seed(1))
     labels, mask = ids.clone(), torch.ones_like(ids)
     mask[-1, -3:] = 0

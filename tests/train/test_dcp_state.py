@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
 
 
 def merged(said, key):
-    """Digests of the tensors on all ranks together; those of a tied weight are equal."""
+    """Digests of the tensors on all ranks together; the copies of a tied weight are equal."""
     whole = {}
     for of_rank in said:
         for name, digest in of_rank.get(key, {}).items():

@@ -130,7 +130,7 @@ def inputs(rows=ROWS, dims=2, num=NUM):
 @pytest.mark.slow(only=["inductor"])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_graphs_do_not_hold_the_weights_of_a_stage_that_is_gone(compiler):
-    """Dynamo keeps what it compiled. A second Pipeline would have the weights of the first one next to its own."""
+    """Dynamo keeps its compiled code. A second Pipeline would have the weights of the first one next to its own."""
     module = Block()
     weights = [weakref.ref(weight) for weight in module.parameters()]
     stage = Stage(module, inputs()[0], compiler=compiler)

@@ -239,7 +239,7 @@ def test_a_replicated_pipeline_on_gpus_can_be_replayed():
 
 
 class Mask:
-    """An object without rows of its own, whose text is that of every other one."""
+    """An object without rows of its own; all such objects have the same text."""
 
     def __repr__(self):
         return "Mask()"

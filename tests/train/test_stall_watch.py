@@ -21,7 +21,7 @@ OPS = {
 
 
 class Ranks:
-    """The watches of some ranks; what they end is noted instead."""
+    """The watches of some ranks; they note the processes that they would end."""
 
     def __init__(self, num_ranks, timeout_s=0.3, read_device=None):
         self.store, self.aborted, self.exits = FakeStore(), [], []

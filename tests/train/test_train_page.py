@@ -1,4 +1,4 @@
-"""The page for training scripts and the script of the README: what they show is run."""
+"""The page for training scripts and the script of the README: their code is run."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ def blocks(validation_script):
 
 
 def test_the_page_can_be_followed(blocks, tmp_path):
-    """Its script is saved and started, and its commands read what it wrote."""
+    """Its script is saved and started, and its commands read the script's files."""
     work, programs, state = tmp_path / "work", tmp_path / "bin", tmp_path / "state"
     for folder in (work, programs, state):
         folder.mkdir()

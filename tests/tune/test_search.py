@@ -159,7 +159,7 @@ def test_rows_pass_their_check_and_their_parts_add_up():
         assert row.parts_s.keys() == set(PARTS)
         assert sum(row.parts_s.values()) == pytest.approx(row.step_s)
         assert row.tokens_per_s == pytest.approx(16 * 512 / row.step_s)
-        assert row.plan["run"]["dtype"] == "bfloat16"  # that of the framework
+        assert row.plan["run"]["dtype"] == "bfloat16"  # the framework's
         assert row.tflops_per_gpu == pytest.approx(row.mfu * 989.4)
         assert row.layout.dp * row.layout.ep * row.layout.mbs * row.layout.num_micro_batches == 16
 

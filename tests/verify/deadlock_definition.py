@@ -24,8 +24,8 @@ never comes is waited for. ``wait_columns`` has the same for whole columns.
 Two steps in a row deadlock if and only if one does, where every channel and
 every group is balanced (which PP301, PP306 and PP402 demand): the k-th send
 then meets a receive of its own step, so no event of the first step follows
-one of the second, and the second step's waits among its own events are those
-of the first, or fewer, since slots may be free and connections open.
+one of the second, and the second step has the waits of the first among its own events, or fewer, since slots may be
+free and connections open.
 """
 
 from __future__ import annotations

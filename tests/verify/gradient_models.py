@@ -16,7 +16,7 @@ MEAN = "1/micro_batch_tokens/num_micro_batches/data_ranks"
 def model(text, given, **sizes):
     """A subject from one text a rank, or one text for all; ``sizes`` are the mesh's axes, the first the fastest.
 
-    Groups are those of the mesh, by axis; in the text ``@dp`` stands for the rank's own.
+    Groups are the mesh's, by axis; in the text ``@dp`` stands for the rank's own.
     """
     mesh = Mesh(tuple(sizes), tuple(sizes.values()))
     groups = [group for axis in mesh.axes for group in mesh.groups(axis)]

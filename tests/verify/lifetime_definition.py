@@ -4,11 +4,11 @@ Each operation has two events, *start* and *done*. What an event comes after:
 
 - done(x) after start(x);
 - a queue runs its entries in order: start(x) comes after the done of all
-  members of the entry before x's on its queue. An entry is one operation, or
-  what one batch (adjacent operations of the program) has on that queue;
+  members of the entry before x's on its queue. An entry is one operation, or the part of one batch (adjacent operations
+  of the program) on that queue;
 - a transfer on its default queue starts after the compute-queue operation
   before it in the program, or before its batch;
-- what the host waits for is done before anything issued later starts. So is a
+- an operation that the host waits for is done before anything issued later starts. So is a
   transfer, where the backend's posts hold the host;
 - done(WAIT(x)) after done(x);
 - start of a PART, or of a collective between PARTs, after the done of the one
@@ -22,9 +22,8 @@ Each operation has two events, *start* and *done*. What an event comes after:
 A use of a buffer lasts from the start of its operation to the done of it, or,
 where a collective uses memory of another rank, to the done of that rank's
 member. Two uses *conflict* if at least one of them writes or frees the buffer
-and they are not members of one collective (each of which has its part); they
-*race* if neither has ended before the other starts, in every run that the
-events allow.
+and they are not members of one collective (each member has its part); they *race* if neither has ended before the other
+starts, in every run that the events allow.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def test_attributes_are_legal_exactly_as_the_table_says(drawn):
 
 
 def of_kind(text):
-    """The kind of an operation, and that of the operation that it is below."""
+    """The kind of an operation, and the kind of the operation above it."""
     op = parse_op(text)
     return op.kind, op.target.kind if op.kind in CHILD_KINDS and op.target else None
 

@@ -92,7 +92,7 @@ def test_one_fault_is_one_finding(name):
 
 
 def numbers_of_causes(one, change, ranks=None):
-    """By number of errors that are shown, the operations of which the change shows so many."""
+    """Operations by the number of errors that a change of them shows."""
     rows = one.graph.rows()
     ops = [(rank, text) for rank in ranks or range(len(rows)) for text in sorted({str(row.op) for row in rows[rank]})]
     shown = {}
@@ -157,8 +157,8 @@ def faults(draw, rank):
         return dropped(rank, text)
     if how == "double":
         return doubled(rank, text)
-    alike = [str(other.op) for other in program if other.op.kind == row.op.kind and other.op != row.op]
-    return swapped(rank, text, draw(st.sampled_from(alike)))
+    same_kind = [str(other.op) for other in program if other.op.kind == row.op.kind and other.op != row.op]
+    return swapped(rank, text, draw(st.sampled_from(same_kind)))
 
 
 def shown(one):
@@ -190,7 +190,7 @@ def test_no_code_of_a_fault_is_lost_next_to_another_fault_anywhere(data):
         first(rows)
         try:
             second(rows)
-        except StopIteration:  # the first one left out what this one changes
+        except StopIteration:  # the first one removed the row that this one changes
             return
 
     one = mutated(SIX_STAGES, both)

@@ -68,7 +68,7 @@ SPLIT = (
 
 
 def sliced(first, second, gathered_first="q0", gathered_second="q1"):
-    """Two micro-batches of which slices are sent; the names of what is sent, and of what is gathered."""
+    """Two micro-batches whose slices are sent; the arguments name the sent and the gathered buffers."""
     return program(
         "0F0 0SLICE_F0{writes=p0} 0F1 0SLICE_F1{writes=p1} "
         f"0SEND_F0{{peer=1 reads={first}}} 0SEND_F1{{peer=1 reads={second}}} WAIT(0SEND_F0) WAIT(0SEND_F1)",
@@ -80,7 +80,7 @@ def sliced(first, second, gathered_first="q0", gathered_second="q1"):
 
 
 def members(passed, *, with_members=True):
-    """A stage that sends on what it received; of several tensors that cross together it may."""
+    """A stage that sends on a received tensor, which it may if several tensors cross together."""
     name = " member={}" if with_members else ""
     tensors = "\n".join(
         f"tensor {tensor}: shape=4 dtype=float32{name.format('mask')}" for tensor in ("mask", "mask_out")
@@ -193,7 +193,7 @@ CASES = {
         program(*[f"{REDUCED} 0STEP{{reads=g}}"] * 2, groups=["dp: 0 1"]),
         program(*[f"{REDUCED} 0STEP{{reads=h}}"] * 2, groups=["dp: 0 1"]),
     ),
-    "each micro-batch reduces the sum so far, that of another stage": (
+    "each micro-batch reduces the sum so far, of another stage": (
         [("PP510", ["0ALL_REDUCE0:dp", "1B0"])],
         program(f"{RESET} 0SCALE_GRAD{{writes=g}} 0F0 1F0 1B0{{reads=g writes=g}} {B0} "
                 "0ALL_REDUCE0:dp{group=0 reads=g writes=g} 0STEP{reads=main_grad} 1STEP{reads=g}", groups=["dp: 0"]),
@@ -227,7 +227,7 @@ CASES = {
         [("PP510", ["1GATHER_F0", "1RECV_F1"]), ("PP510", ["1GATHER_F1", "1RECV_F0"])],
         sliced("p0", "p1", "q1", "q0"), sliced("p0", "p1"),
     ),
-    "an input gradient is computed from that of another micro-batch": (
+    "an input gradient is computed from another micro-batch's": (
         [("PP510", ["0I0", "0RECV_B1"])],
         program(SPLIT[0].format(first="g1"), SPLIT[1]), program(SPLIT[0].format(first="g0"), SPLIT[1]),
     ),

@@ -1,4 +1,4 @@
-"""Contents by kind of operation: what each may find in a buffer, what it leaves there, what a finding names."""
+"""Contents by kind of operation: valid contents of a read buffer, contents after a write, names in a finding."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def chunks(names, *, gather=""):
 
 
 def chunks_backward(names, *, gather=""):
-    """The same for the backwards of rank 0, which has stages 0 and 2: that of stage 0 reads ``g2``."""
+    """The same for the backwards of rank 0, which has stages 0 and 2: the backward of stage 0 reads ``g2``."""
     first = " writes=g2" * (not gather)
     return program(
         f"{TO_1}2RECV_F0{{peer=1}} WAIT(2RECV_F0) 2F0 2SEND_F0{{peer=1}} WAIT(2SEND_F0) "

@@ -233,7 +233,7 @@ def test_collectives_of_an_unknown_group_do_not_meet():
 
 
 def test_receives_without_a_send_do_not_wait_for_each_other():
-    """The wait never ends, which is no cycle; another rule reports it."""
+    """The wait never ends, but without a cycle; another rule reports it."""
     graph = program("0RECV_B0{peer=1} WAIT(0RECV_B0) 0RECV_B1{peer=1}", "").graph
     assert not deadlocks(graph, ChannelModel("directed_edge"))
     assert done(0) in stuck_events(events_of(graph, ChannelModel("directed_edge")))

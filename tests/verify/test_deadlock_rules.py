@@ -334,7 +334,7 @@ def test_blocking_sends_of_a_whole_schedule_are_fixed_wherever_they_are():
 
 
 def test_where_no_reordering_helps_none_is_reported():
-    """Each rank computes what it sends from what it receives: the data itself goes in a circle."""
+    """Each rank computes its sent tensor from the received one: the data itself goes in a circle."""
     one = program(
         "0RECV_B0{peer=1 writes=g} WAIT(0RECV_B0) 0F0{reads=g writes=a} 0SEND_F0{peer=1 reads=a} WAIT(0SEND_F0)",
         "1RECV_F0{peer=0 writes=x} WAIT(1RECV_F0) 1B0{reads=x writes=g} 1SEND_B0{peer=0 reads=g} WAIT(1SEND_B0)",

@@ -1,4 +1,4 @@
-"""Messages are looked into once for all that are alike: of two that differ in one respect, the damaged one is found.
+"""Equal messages are checked once: if two messages differ in one respect, the damaged one is found.
 
 Micro-batch 0 is right and comes first; micro-batch 1 is equal except for the change of the test.
 """
@@ -150,7 +150,8 @@ RESPECTS = {
 
 @st.composite
 def nearly_alike(draw):
-    """Messages from stage 0 to stage 1: those of most micro-batches differ from the first one's in one respect."""
+    """Messages from stage 0 to stage 1: in most micro-batches they differ from the first micro-batch's in one
+    respect."""
     usual = {name: draw(values) for name, values in RESPECTS.items()}
     rows = [[] for _ in range(6)]
     for micro_batch in range(draw(st.integers(2, 8))):

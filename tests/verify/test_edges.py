@@ -100,7 +100,7 @@ def test_a_tensor_of_an_edge_that_is_not_sent(route, which, way):
             return [] if row.tensor in first else [row]
         key = rank, str(op)
         left[key] = left.get(key, 0) + 1
-        return [] if left[key] == 2 else [row]  # the waits are those of the output, the first and the second edge
+        return [] if left[key] == 2 else [row]  # there is a wait for the output, the first and the second edge
 
     def direct(rank, row):
         op = about(row)

@@ -258,7 +258,7 @@ def typed_otherwise(one, ranks, **change):
 
 
 def test_counts_that_are_sent_as_activations_are_found():
-    """A call that names no tensor moves activations: all ranks alike, or one rank among others."""
+    """A call that names no tensor moves activations: on all ranks, or on one rank among others."""
     one = experts()
     everywhere = typed_otherwise(one, range(one.graph.num_ranks), tensor=NONE)
     assert codes(everywhere) == {"PP208"}

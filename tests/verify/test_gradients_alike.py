@@ -146,7 +146,7 @@ FACTS = facts(
 
 
 def three_stages(middle="", group="@pp", how=""):
-    """Three stages, of which the first and the last share a weight; transfers are left out."""
+    """Three stages; the first and the last share a weight. Transfers are left out."""
     ends = [f"{s}F0 {s}B0 {s}REDUCE_GRAD:pp{{{group} {how} writes=grad[embedding]}} {s}STEP" for s in (0, 2)]
     return model("\n".join([ends[0], f"1F0 1B0 {middle} 1STEP", ends[1]]), FACTS, pp=3)
 

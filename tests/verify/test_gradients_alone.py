@@ -134,7 +134,8 @@ SUM = "0REDUCE_GRAD:dp{group=0}"
 
 
 def four_ranks(factor):
-    """Two stages on two ranks each. Those of stage 0 average and scale, each in its own way; those of stage 1 sum."""
+    """Two stages on two ranks each. The ranks of stage 0 average and scale, each in its own way; the ranks of stage 1
+    sum."""
     lines = [
         "group dp: 0 1",
         "group dp: 2 3",

@@ -132,7 +132,7 @@ LACKS, TWICE, UNEXPECTED, ELEMENTS = "PP601", "PP602", "PP613", "PP614"
         ({"a": 10, "b": 5}, ["0 @dp range=0..6", "1 @dp range=0..10"], set()),
         ({"a": 10, "b": 5, "c": 7}, ["0 @dp range=0..8", "1 @dp range=0..6", "2 @dp range=0..10"], set()),
         ({"a": 9, "b": 10}, ["0 range=0..10", "1 range=0..9"], set()),
-        # One range that does not begin at 0, or several of which one at most does, are places in the flat buffer.
+        # Ranges are places in the flat buffer if at most one of several begins at 0, or a single one does not.
         ({"a": 10, "b": 6}, ["0 @dp range=8..16", "1 @dp range=0..8"], set()),
         ({"a": 10, "b": 6}, ["0 @dp range=0..4", "1 @dp range=4..10", "2 @dp range=10..16"], set()),
         ({"a": 10, "b": 6}, ["0 @dp range=0..10", "1 @dp range=8..16"], {(TWICE, "a")}),
@@ -261,5 +261,5 @@ def test_a_call_below_no_row_is_none_of_another_row_s_calls():
     calls = "0REDUCE_GRAD:tp/0.ALL_REDUCE:tp{@tp} 0REDUCE_GRAD:dp "
     calls += "0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp writes=grad[norm]}"
     text = f"0F0 0B0 {calls} 0STEP"
-    ranks = [text, text, text, text.replace("0STEP", "0SCALE_GRAD{scale=1} 0STEP")]  # so that each is read for itself
+    ranks = [text, text, text, text.replace("0STEP", "0SCALE_GRAD{scale=1} 0STEP")]  # each is then read by itself
     assert own(model("\n".join(ranks), facts(norm), dp=2, tp=2)) == set()

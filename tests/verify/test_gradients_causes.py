@@ -39,7 +39,7 @@ def test_a_wrong_factor_is_shown_where_it_is(text, shown):
 
 
 def test_ranks_that_wait_for_each_other_in_a_cycle_are_checked_anyway():
-    """Each waits for another first, so that no reduction can begin; the program may hang, and the rule must not."""
+    """Each waits for another first: no reduction can begin. The program may hang, but the rule must not."""
     one, other = "0REDUCE_GRAD:ep{@ep} 0REDUCE_GRAD:dp{@dp}", "0REDUCE_GRAD:dp{@dp} 0REDUCE_GRAD:ep{@ep}"
     text = "\n".join(f"0F0 0B0 {order} 0STEP" for order in (one, other, other, one))
     circle = model(text, facts(BIAS), ep=2, dp=2)
@@ -64,7 +64,7 @@ def test_a_maximum_before_the_sum_spoils_it():
 
 
 def test_a_weight_of_two_stages_of_one_rank_is_added_to_by_both():
-    """Each stage adds the micro-batch once, so that only the sum over dp is missing."""
+    """Each stage adds the micro-batch once: only the sum over dp is missing."""
     given = facts(ParameterGradient("embedding", (0, 1)), losses=(Loss("main", 1, SUM),))
     assert own(model("0F0 1F0 1B0 0B0 0STEP 1STEP", given, dp=2)) == {"PP601"}
 

@@ -38,7 +38,7 @@ def witnessed(found):
 @pytest.mark.parametrize(
     ("base", "block", "like", "numel", "owed"),
     [
-        (DP, "0REDUCE_GRAD:dp", 1, 16, "all 15 gradients of stage 0"),  # a norm's, of which there are four
+        (DP, "0REDUCE_GRAD:dp", 1, 16, "all 15 gradients of stage 0"),  # one of four norms
         (DP, "1REDUCE_GRAD:dp", -3, 512, "all 16 gradients of stage 1"),
         (EP, "0REDUCE_GRAD:ep", 2, 768, "all 11 gradients of stage 0"),
         (TP, "0REDUCE_GRAD:tp", 0, 16, "all 4 gradients of stage 0"),
@@ -143,7 +143,7 @@ SUM = "0REDUCE_GRAD:dp{@dp}"
 @pytest.mark.parametrize(
     ("rows", "parameters", "sizes", "expected"),
     [
-        # The scale of a reduction and those of the collectives below it are multiplied.
+        # The scales of a reduction and of the collectives below it are multiplied.
         ("0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp}", [BIAS], {"dp": 2}, set()),
         ("0REDUCE_GRAD:dp{scale=1/2} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp scale=2}", [BIAS], {"dp": 2}, set()),
         ("0REDUCE_GRAD:dp{scale=1/2} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp}", [BIAS], {"dp": 2}, {"PP606"}),
@@ -163,7 +163,7 @@ SUM = "0REDUCE_GRAD:dp{@dp}"
             for scale, expected in (("", set()), ("{scale=2}", {"PP606"}), ("{scale=2} 0SCALE_GRAD{scale=1/2}", set()))
         ),
         ("0REDUCE_GRAD", [BIAS, EXPERTS], {"dp": 2, "ep": 2}, set()),  # but for those over which a weight is cut
-        # What is no sum: equal values may be copied, and a barrier moves nothing.
+        # Other kinds than sums: equal values may be copied, and a barrier moves nothing.
         (f"{SUM} 0BARRIER:dp{{@dp writes=grad[bias]}}", [BIAS], {"dp": 2}, set()),
         (f"{SUM} 0BROADCAST:dp{{@dp writes=grad[bias]}}", [BIAS], {"dp": 2}, set()),
         (f"0BROADCAST:dp{{@dp writes=grad[bias]}} {SUM}", [BIAS], {"dp": 2}, {"PP613"}),

@@ -126,7 +126,7 @@ def test_known_numbers_can_make_another_scale_right():
 
 
 def test_the_auxiliary_loss_on_whole_sequences_needs_its_own_factor():
-    """E7: computed alike on all tp ranks, it is summed tp times with the main loss's addends."""
+    """E7: all tp ranks compute it in full, so it is summed tp times with the main loss's addends."""
     whole = dataclasses.replace(ROUTER, losses=(LossPath("main", ("tp",)), LossPath("aux")))
     given = facts(whole, losses=(MAIN, AUX))
     found = only(moe(given=given), "PP607")

@@ -67,11 +67,11 @@ OF_STEP = "0SCALE_GRAD{scale=1/step_tokens}"
 @pytest.mark.parametrize(
     ("text", "scale", "sizes", "expected"),
     [
-        # A row of the step may use the tokens of the only micro-batch, a row of a micro-batch those of its own.
+        # A row of the step may use the tokens of the only micro-batch, a row of a micro-batch its own tokens.
         (f"0F0{{scale=1}} 0B0 0SCALE_GRAD{{scale={EACH}}}", EACH, {"dp": 1}, set()),
         (f"0F0{{scale=1}} 0F1 0B0 0SCALE_GRAD0{{scale={EACH}}} 0B1", EACH, {"dp": 1}, set()),
         (f"0F0{{scale=1}} 0F1 0B0 0SCALE_GRAD1{{scale={EACH}}} 0B1", EACH, {"dp": 1}, {"PP606"}),
-        # After a sum over dp one rank's tokens are not those of the others; those of all ranks are.
+        # After a sum over dp one rank's tokens do not fit the others; the tokens of all ranks do.
         (f"{TWO} 0REDUCE_GRAD:dp{{@dp}} 0SCALE_GRAD{{scale={SUM}}}", SUM, {"dp": 2}, set()),
         (f"{TWO} 0REDUCE_GRAD:dp{{@dp}} {OF_STEP}", "1/step_tokens", {"dp": 2}, {"PP606"}),
         (f"{TWO} {OF_STEP} 0REDUCE_GRAD:dp{{@dp}}", "1/step_tokens", {"dp": 2}, set()),

@@ -156,7 +156,7 @@ def test_a_layer_that_lists_one_too_many():
 
 
 def test_a_norm_under_sequence_parallelism_that_is_not_marked_partial(monkeypatch):
-    """Lowered from the wrong description, so that the graph lacks the reduction as the description does."""
+    """Lowered from the wrong description: the graph lacks the reduction, too."""
 
     def unmarked(plan, *size):
         return tuple(

@@ -86,7 +86,7 @@ def test_stages_and_micro_batches_that_the_plan_has_not_need_nothing(schedule):
         mine += [Row(parse_op(text)) for text in ("7F0", "7F9", "2F0", "2F2")]
         mine += [
             Row(parse_op(text)) for text in ("0F2", "1F2") if "last_micro_batch_size" in schedule
-        ]  # of which size?
+        ]  # of unknown size
     assert found_in("PP208", base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))) == []
 
 

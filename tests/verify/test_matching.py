@@ -144,8 +144,8 @@ def test_parts_between_unlike_layouts_are_left_to_the_rules_on_transports():
         assert not codes(part) & {"PP303", "PP305"}
     assert codes(one_message(share, turned)) == {"PP305"}
     assert not codes(one_message(share, wide, count=BASE.numel)) & {"PP303", "PP305"}  # whole at one end
-    alike = dataclasses.replace(share, shape=(4, 4, 4))
-    assert "PP303" in codes(one_message(share, alike, count=BASE.numel // 2))
+    reshaped = dataclasses.replace(share, shape=(4, 4, 4))
+    assert "PP303" in codes(one_message(share, reshaped, count=BASE.numel // 2))
     assert codes(one_message(share, dataclasses.replace(share, placement="invariant"))) == {"PP305"}
 
 
@@ -388,7 +388,7 @@ def test_a_group_that_cannot_be_is_refused(ranks, message):
 
 
 def test_stages_without_experts_next_to_stages_with_them():
-    """The ranks of a dense stage issue no all-to-all; those of the other stage agree among themselves."""
+    """The ranks of a dense stage issue no all-to-all; the ranks of the other stage agree among themselves."""
     experts = "1F0 1F0/0.ALL_TO_ALL:ep{group=1 range=0..8} 1F0/1.ALL_TO_ALL:ep{group=1 range=0..8}"
     one = program("0F0", "0F0", experts, experts, groups=(group("ep", 0, 1), group("ep", 2, 3)))
     assert codes(one) == set()

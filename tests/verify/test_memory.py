@@ -43,10 +43,10 @@ def test_gpipe_holds_all_and_1f1b_as_many_as_there_are_stages_to_come(pp, num_mi
     ("first", "second", "expected"),
     [
         ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", [1, 2]),
-        ("0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1I0 1W0 1F1 1I1 1W1", [2, 1]),  # W gives back what I still needs
+        ("0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1I0 1W0 1F1 1I1 1W1", [2, 1]),  # W frees a tensor that I still needs
         ("0F0 0F1", "1F0 1F1", [2, 2]),  # an evaluation as this plan's ranks would run it: nothing is given back
-        ("0F0 0F1 0F2", "1F0", [3, 1]),  # what one rank keeps is not the next one's
-        ("0F0 0B0 0B1", "1F0 1F1 1B0", [1, 2]),  # nor what it gives back too often
+        ("0F0 0F1 0F2", "1F0", [3, 1]),  # the next rank does not hold the tensors of the first
+        ("0F0 0B0 0B1", "1F0 1F1 1B0", [1, 2]),  # nor do surplus releases of the first count for it
         ("", "1F0", [0, 1]),
         ("0B0", "1F0", [0, 1]),
     ],

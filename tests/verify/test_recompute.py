@@ -47,7 +47,7 @@ def test_a_backward_issues_both_ways_block_by_block(kind, backward):
 
 @pytest.mark.parametrize(("kind", "backward"), [("zb_h1", "I"), ("1f1b", "B")])
 def test_a_backward_issues_a_modules_forward_before_its_backward(kind, backward):
-    """The MLP's two collectives, those of the experts, and the gathers of compressed queries and keys."""
+    """The collectives of the MLP (two) and of the experts, and the gathers of compressed queries and keys."""
     modules = ["core_attn", "mlp", "moe"]
     mlps = planned("selective", kind, modules, model={"moe": MOE}, topology={"ep": 2})
     experts = [DENSE[0], *["ALL_TO_ALL:ep"] * 3, DENSE[1]]
@@ -65,7 +65,7 @@ def test_a_backward_issues_a_modules_forward_before_its_backward(kind, backward)
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_what_a_backward_leaves_out_or_adds_is_found(recompute):
-    """On all members alike: the rows of the one plan in the place of the other's."""
+    """On all members: the rows of the one plan in the place of the other's."""
     ours, theirs = (planned(which) for which in (recompute, "full" if recompute == "none" else "none"))
     assert codes(ours) == set()
     changed = ours.with_graph(build_graph(theirs.graph.rows(), theirs.graph.tensors, theirs.graph.groups))

@@ -307,7 +307,7 @@ def test_a_wrong_range_between_two_layouts_of_a_plan_is_found():
     )
     assert check_subject(base).errors == ()
     rows = base.graph.rows()
-    for rank in (0, 1):  # both TP ranks send the first half, as if the receivers were alike
+    for rank in (0, 1):  # both TP ranks send the first half, as if the receivers were equal
         rows[rank] = [
             dataclasses.replace(row, start=0, stop=128) if (row.start, row.stop) == (128, 256) else row
             for row in rows[rank]

@@ -90,7 +90,7 @@ def test_a_run_does_not_exchange_shapes(require):
 
 @pytest.mark.parametrize(("p2p", "messages"), [("rendezvous", 4), ("async", 2)])
 def test_a_tensor_begins_to_move_when_its_receive_is_posted_unless_sends_are_buffered(p2p, messages):
-    """Two stages, one micro-batch: each way the latency of the shape, and behind it that of the tensor."""
+    """Two stages, one micro-batch: each way the latency of the shape, then the latency of the tensor."""
     sections = {
         "schedule": {"num_micro_batches": 1},
         "cost": {"forward_us": 10, "backward_us": 20, "p2p_latency_us": 7, "p2p": p2p},
@@ -235,7 +235,7 @@ def test_a_group_call_is_counted_by_rank_and_batch():
 
 
 def test_transfers_in_no_batch_are_no_group_call():
-    """More of them than one call may hold, all of which are posted one by one."""
+    """More of them than one call may hold; all are posted one by one."""
     table = dataclasses.replace(table_named("torch-nccl"), max_batched_transfers=2)
     lines = (
         [f"0F{i} 0SEND_F{i}{{peer=1}}" for i in range(3)],

@@ -104,7 +104,7 @@ def test_the_text_of_a_small_plan_makes_its_subject():
 
 
 def held(*parts):
-    """A tensor of 8 elements of which (rank, first element) hold four each, listed in this order."""
+    """A tensor of 8 elements; each (rank, first element) holds four of them, listed in this order."""
     table = {rank: IndexMap.of([(0, start, 4)]) for rank, start in parts}
     return Facts(held_tensors=(HeldTensor("w", 8, table),))
 

@@ -69,7 +69,7 @@ FIXES = {
         ),
         "on rank 0, move WAIT(0RECV_B0) behind 0SEND_F1",
     ),
-    "the other rank if the first one computes what it sends from what it receives": (
+    "the other rank if the first one computes its sent tensor from the received one": (
         EDGE,
         (
             "0RECV_B0{peer=1 writes=g} WAIT(0RECV_B0) 0F0{reads=g writes=a} 0SEND_F0{peer=1 reads=a} WAIT(0SEND_F0)",

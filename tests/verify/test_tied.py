@@ -110,7 +110,7 @@ def test_a_missing_sum_over_the_holders_is_found(schedule):
 
 
 def test_a_sum_over_the_holders_after_the_one_over_dp_is_right_too():
-    """Both orders add the same; the plan's own is that of ``pp`` first."""
+    """Both orders add the same; the plan sums over ``pp`` first."""
     assert codes(mutated(tied(dp=2), later("REDUCE_GRAD:pp", "STEP"))) == set()
 
 

@@ -35,7 +35,7 @@ def scaled(lines, **scales):
 
 
 def alone(lines):
-    """The programs without facts: all tokens must count alike."""
+    """The programs without facts: all tokens must have one weight."""
     return program_subject("\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines)))
 
 
@@ -86,7 +86,7 @@ def test_each_row_between_stages_scales_what_the_stage_before_adds(op):
 
 @pytest.mark.parametrize("op", ["1B0", "0B0", "1W0", "0W0"])
 def test_the_scale_of_an_addition_stays_on_its_stage(op):
-    """B and W multiply what they add to the weight gradients, not the gradient that goes to the stage before."""
+    """B and W multiply their contributions to the weight gradients, not the gradient that goes to the stage before."""
     wrong = given(scaled(pipeline(2, split="W" in op), **{f"_{op}": "3"}))
     assert found(wrong) == [("PP606", "3/step_tokens", [op])]
     (finding,) = errors(wrong)

@@ -113,7 +113,8 @@ def random_graphs():
 
 
 def node_of(graph, model):
-    """By operation that can block, a name of what it is done together with, as the columns contract it."""
+    """Node names by operation that can block; operations that end together share a name, as the columns contract
+    them."""
     names = {}
     for op_id, op in enumerate(graph.ops):
         if op.kind in TRANSFER_KINDS or op.kind is OpKind.WAIT or graph.group[op_id] != NONE:
@@ -152,7 +153,7 @@ def test_the_witness_is_a_shortest_cycle_and_each_of_its_waits_is_one_by_the_def
     columns = nx.DiGraph(list(zip(written.target.tolist(), written.source.tolist(), strict=True)))
     assert len(found) == min(len(c) for c in nx.simple_cycles(columns, length_bound=len(found)))
     if model.connections == "lazy":
-        return  # an operation may stand for the opening before it, of which its post is no part
+        return  # an operation may stand for the opening before it, which does not include its post
     waits = events_of(graph, model).nx()
     ops = cycle_of(graph, model)
     for waiting, held in pairwise([*ops, ops[0]]):

@@ -1,6 +1,6 @@
 """Uses of buffers as ``pipeproof/verify/lifetime/buffer_uses.py`` defines them, one operation at a time.
 
-The columns must agree with it. A buffer is a tuple here: its owner, and what it is of that owner.
+The columns must agree with it. A buffer is a tuple here: its owner, and its role there.
 """
 
 from collections import defaultdict
@@ -44,7 +44,7 @@ class _Uses:
         )
 
     def use(self, buffer, op, bits, end=None):
-        """Note a use; what one operation does to one buffer adds up."""
+        """Note a use; several uses of one buffer by one operation add up."""
         before, _ = self.found[buffer].get(op, (0, op))
         self.found[buffer][op] = before | bits, op if end is None else end
 

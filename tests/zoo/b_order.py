@@ -95,7 +95,7 @@ ENDS_OF_THE_PIPELINE = """
 
 
 def schedule_of_fewer_micro_batches():
-    """The plan's data has four micro-batches; the programs are those of a schedule made for three."""
+    """The plan's data has four micro-batches; the programs belong to a schedule for three."""
     made_for_three = subject(schedule={"num_micro_batches": 3}).graph
     return subject(schedule={"num_micro_batches": 4}).with_graph(made_for_three)
 

@@ -7,7 +7,7 @@ from tests.zoo.case import Case
 
 
 def stated(*, num_ranks=1, **facts):
-    """A subject of which these facts are all that is known."""
+    """A subject without operations; these facts are all that is known."""
     return graph_subject(build_graph([[]] * num_ranks, (), ()), facts=Facts(**facts))
 
 

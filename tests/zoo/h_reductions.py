@@ -29,7 +29,7 @@ def norm_of_heads(*, reduced_over=("tp",)):
 
 
 def weighted_experts(*, entered=True):
-    """Expert outputs, of which each TP rank has an addend, times the scores of a router that all ranks compute."""
+    """Expert outputs, an addend on each TP rank, times the scores of a router that all ranks compute."""
     p = ProgramBuilder("combine", {"tp": 2}, SIZES)
     p.input("outputs", "s b h", tp="P")
     p.input("scores", "s b")

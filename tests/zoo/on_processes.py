@@ -1,8 +1,8 @@
 """Runs the program of a two-rank case on a pair of real processes, row by row in the order of its text.
 
 A module of its own and importing little, because the processes import it by
-name. A forward computes nothing: its output is ``value_of`` its stage and
-micro-batch in every element, so that a receiver can identify the sender.
+name. A forward computes nothing: its output is ``value_of`` its stage and micro-batch in every element, which tells a
+receiver the sender.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class RunProgram:
 
     rows: tuple[tuple[Row, ...], ...]
     late: int | None = None
-    """The rank that pauses before it begins, so that the other is ahead."""
+    """The rank that pauses before it begins; the other is then ahead."""
 
     def __call__(self, end):
         """Run the rank's rows on this endpoint."""

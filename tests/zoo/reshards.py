@@ -82,7 +82,7 @@ def _qkv(target, grouped):
 
 
 def _of_whole_tensors(target, claimed, right):
-    """The plan's state of a file with whole tensors, under its own names but for those of the maps."""
+    """The plan's state of a file with whole tensors, under its own names but for the names in the maps."""
     others = {name: entry for name, entry in target.tensors.items() if name not in claimed}
     shapes = {}
     for tensor in right.values():

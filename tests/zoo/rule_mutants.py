@@ -90,7 +90,7 @@ def clipped_over_stages(change):
 
 
 def with_crossed_replicas():
-    """A plan of two replicas (ranks 0 and 2, 1 and 3) in which each stage talks to that of the other replica."""
+    """A plan of two replicas (ranks 0 and 2, 1 and 3); each stage sends to the other replica's stage."""
     other_replica = {0: 1, 1: 0, 2: 3, 3: 2}
 
     def cross(row):
@@ -538,7 +538,7 @@ CASES = (
     ),
     of_program(
         "PP614",
-        "the optimizer's shards end at parameters, those of the reduce-scatter are equal",
+        "the optimizer's shards end at parameters, the shards of the reduce-scatter are equal",
         SHARDS,
         ("0STEP{range=0..8}", "0STEP{range=0..10}"),
         ("0STEP{range=8..16}", "0STEP{range=10..16}"),

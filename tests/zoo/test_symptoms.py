@@ -15,9 +15,10 @@ from tests.zoo.table import CASES
 pytestmark = pytest.mark.needs_paddle
 
 PATIENCE_S = 20.0
-"""For what ends: a hundred times what it takes on an idle machine."""
+"""Limit of a program that ends: a hundred times its duration on an idle machine."""
 HANG_S = 3.0
-"""For what does not end; a right form on the same pair of processes is done before, in a hundredth of that."""
+"""Wait for a program that hangs; a right form on the same pair of processes ends before, in a hundredth of this
+time."""
 
 CASE = {case.id: case for case in CASES}
 HANGING = ("B1", "B6", "C3")
@@ -69,7 +70,7 @@ def test_wrong_values_arrive_and_nothing_complains():
     with backend_pair("paddle") as pair:
         for name in WRONG:
             case = CASE[name]
-            late = 1 if name == "I13" else None  # so that the buffer is written before it is taken
+            late = 1 if name == "I13" else None  # the buffer is then written before it is taken
             assert is_right(pair.run(body(case.correct(), late), PATIENCE_S))
             wrong = received(pair.run(body(case.mutant(), late), PATIENCE_S))
             assert wrong == WRONG[name], name

@@ -54,8 +54,8 @@ else:
 
     from pipeproof.paddle import watch
 
-    # Over gloo, Paddle matches messages of a group by a count of each rank, so that it hangs if a rank of the group
-    # has sent others meanwhile.
+    # Over gloo, Paddle matches messages of a group by a count of each rank. It hangs if a rank of the group has sent
+    # others meanwhile.
     dist.init_parallel_env()
     links = [dist.new_group([other, other + 1]) for other in range(last)]
     pair, ones, options = links[-1], paddle.ones, {}

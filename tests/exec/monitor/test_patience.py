@@ -1,4 +1,4 @@
-"""Verdicts about rings of hand-made events: what is only slow is no hang, for as long as it may be slow.
+"""Verdicts about rings of hand-made events: a slow operation does not count as a hang until its limit.
 
 Ages are seconds before now. A rank's operations are in the order of issue.
 """

@@ -1,4 +1,4 @@
-"""Stacks of py-spy, as it wrote them of three ranks of which one waits for its data."""
+"""Stacks of py-spy, as it wrote them for three ranks; one rank waits for its data."""
 
 import json
 import shutil

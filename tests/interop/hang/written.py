@@ -16,7 +16,7 @@ class Recorder:
         self.messages = dict.fromkeys(groups, 0)
 
     def collective(self, kind, state, sizes=((4,),), dtype="Float", group="0", out=None):
-        """A collective of a group; ``out`` are the sizes of what it gives, where they differ."""
+        """A collective of a group; ``out`` are the sizes of its results, where they differ."""
         self.collectives[group] += 1
         self._entry(kind, group, state, sizes, dtype, out=out)
 

@@ -1,4 +1,4 @@
-"""The layout string of Megatron-LM: its grammar, what it asks for, and where it is wrong."""
+"""The layout string of Megatron-LM: its grammar, its meaning, and the positions of mistakes."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Ranks as processes, none of which is left behind."""
+"""Ranks as processes; none is left behind."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.interop.record.processes import ROOT
 
 
 def found(directory, **options):
-    """The findings by code, errors and warnings alike."""
+    """The findings by code, both errors and warnings."""
     by_code = {}
     for finding in check_log(directory, **options).findings:
         by_code.setdefault(finding.code, []).append(finding)

@@ -19,7 +19,7 @@ def codes(directory):
 
 
 def message(directory, sent, wanted):
-    """One message; each end is a shape and its strides, those of C order if there are none."""
+    """One message; each end is a shape and its strides, by default in C order."""
     first, second = ranks(directory, backend="nccl")
     first.wait(first.send(1, first.tensor(*sent[0], strides=sent[1])))
     second.wait(second.recv(0, second.tensor(*wanted[0], strides=wanted[1])))

@@ -80,8 +80,8 @@ class Browser:
         self.settle()
 
     def complaints(self):
-        """What the browser wrote to its console since the last call: errors of scripts and refused loads.
+        """Entries of the browser's console since the last call: errors of scripts and refused loads.
 
-        What it says of the speed of reading pixels is about these tests alone.
+        Entries on the speed of reading pixels are about these tests alone, and left out.
         """
         return [entry for entry in self._driver.get_log("browser") if entry["source"] != "rendering"]

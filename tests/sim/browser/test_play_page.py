@@ -1,4 +1,4 @@
-"""The page `pipeproof play` in Chromium: its schedules, times and verdicts are those of Python, and it can be used."""
+"""The page `pipeproof play` in Chromium: its schedules, times and verdicts equal Python's, and it can be used."""
 
 import random
 from dataclasses import replace
@@ -272,7 +272,8 @@ def test_what_is_pasted_and_is_no_schedule_is_refused_with_the_reason(opened, pr
 
 
 def test_no_settings_make_the_page_complain(opened):
-    """Any schedule and size, noise, deadlocks without a timeline included: the verdict is shown, and what it allows."""
+    """Any schedule and size, noise, deadlocks without a timeline included: the verdict is shown, and all that it
+    allows."""
     draw = random.Random("settings")
     shown = set()
     for place in range(2 * len(OFFERED)):

@@ -40,7 +40,7 @@ def functions(fw: Backend) -> list[Case]:
         plain("SwiGLU", "swiglu", swiglu, (3, 8), (3, 8)),
         plain("clamped SwiGLU", "clamped_swiglu", lambda g, u: clamped_swiglu(g, u, 0.6, fw.clip), (6, 8), (6, 8)),
         plain(
-            "that of a plan",
+            "the plan's SwiGLU",
             "gated",
             lambda g, u: sum(gated(swiglu, model, fw.clip)(g, u) for model in models),
             (6, 8),

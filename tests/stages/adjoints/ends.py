@@ -49,7 +49,7 @@ def ends(fw: Backend) -> list[Case]:
                 partial(_losses, fw),
                 streams,
                 head,
-                output="alike",
+                output="replicated",
             ),
         )
         cases += [rows[place] for rows in of_layouts]

@@ -88,7 +88,7 @@ def _experts(fw: Backend, moe: MoeSpec, num_ranks: int, limit: float | None) -> 
 
 
 def require_gradient_of_router(fw: Backend, score: str) -> None:
-    """The gradient of a router is that of what it feeds and of its losses."""
+    """The gradient of a router sums the gradients of its outputs and of its losses."""
     moe = {"num_experts": 6, "top_k": 2, "ffn_size": 8, "score": score, "aux_loss": 0.7, "z_loss": 0.3}
     plan = make_plan(model={"moe": moe}, run={"dtype": "float64"})
     logits, along, y = np.random.default_rng(4).standard_normal((3, 9, 6))

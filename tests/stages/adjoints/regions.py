@@ -20,7 +20,7 @@ LABELS = np.array([[0, 11], [5, -100], [6, 7], [-100, 2]])
 
 
 def regions(fw: Backend) -> list[Case]:
-    """The ways into and out of what tensor-parallel ranks compute, and what they compute of compressed vectors."""
+    """Entries and exits of tensor-parallel regions, and their computations on compressed vectors."""
     cases = [
         *per_layout("enter", "TensorParallelRegion.enter", lambda r, x: r.region.enter(x, "in"),
                     ((4, 2, 3), "between"), output="own"),
@@ -30,13 +30,13 @@ def regions(fw: Backend) -> list[Case]:
         *per_layout("leave", "TensorParallelRegion.leave", lambda r, x: r.region.leave(x, "out"),
                     ((4, 2, 3), "own"), output="between"),
         *per_layout("sum", "TensorParallelRegion.sum", lambda r, x: r.region.sum(x, "sum"),
-                    ((4, 2), "own"), output="alike")[1:],
+                    ((4, 2), "own"), output="replicated")[1:],
         *per_layout("embedding", "PaddleVocabulary.rows SplitWeights.rows", partial(_embedded, fw),
                     ((6, 3), "own", "weight"), output="own"),
         *per_layout("token losses", "token_losses", _losses(fw, fw.token_losses),
-                    *[((4, 2, 6), "own")] * 2, output="alike")[1:],
+                    *[((4, 2, 6), "own")] * 2, output="replicated")[1:],
         *per_layout("sums of losses", "summed_cross_entropies", _losses(fw, fw.sums_of_losses),
-                    *[((4, 2, 12), "own")] * 2, output="alike"),
+                    *[((4, 2, 12), "own")] * 2, output="replicated"),
     ]  # fmt: skip
     for q_rank in (6, None):
         mla = MLA.model_copy(update={"q_rank": q_rank})
@@ -76,7 +76,7 @@ _OF_TYPES = {
         },
     ),
 }  # fmt: skip
-"""Weights of four heads in two groups on each rank. Those of the indexer have no gradient: they are drawn."""
+"""Weights of four heads in two groups on each rank. The indexer's weights have no gradient: they are drawn."""
 
 
 def _compressed(fw: Backend, kind: str, names: Sequence[str]) -> Callable[..., Any]:

@@ -20,15 +20,15 @@ def plain(name: str, covers: str, function: Callable[..., Any], *shapes: Sequenc
 def per_layout(
     name: str, covers: str, function: Callable[..., Any], *inputs: tuple[Any, ...], output: str
 ) -> list[Case]:
-    """On each layout. Inputs and output lie ``between`` layers, are ``own`` or are ``alike``; a ``weight`` is one, too.
+    """On each layout. Inputs and output are ``between`` layers, ``own`` or ``replicated``; ``weight`` marks weights.
 
-    What lies between layers is one tensor that all ranks hold, or with sequence parallelism each rank's own part. A
-    weight that is used there is of the same kind: cut sequences leave addends of its gradient.
+    Between layers is one tensor that all ranks hold, or with sequence parallelism each rank's own part. A weight that
+    is used there is of the same kind: cut sequences leave addends of its gradient.
     """
     cases = []
     for num_ranks, dim in LAYOUTS:
-        alike = {"between": dim is None, "own": False, "alike": True}
-        held = tuple(Held(tuple(shape), alike[kind], bool(weight)) for shape, kind, *weight in inputs)
+        is_replicated = {"between": dim is None, "own": False, "replicated": True}
+        held = tuple(Held(tuple(shape), is_replicated[kind], bool(weight)) for shape, kind, *weight in inputs)
         which = f"{name}, {num_ranks} ranks{'' if dim is None else ', sequences cut'}"
-        cases.append(Case(which, tuple(covers.split()), function, held, num_ranks, dim, alike[output]))
+        cases.append(Case(which, tuple(covers.split()), function, held, num_ranks, dim, is_replicated[output]))
     return cases

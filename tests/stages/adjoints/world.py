@@ -1,8 +1,7 @@
 """``<J x, y> == <x, J^T y>`` in float64, over all ranks together: J by central differences, J^T by autograd.
 
-Of a tensor that is cut, or that is an addend, each rank has its own part; one
-that all ranks hold alike is one tensor and counts once. That is what a layout
-means, and why the backward of a copy onto several ranks is a sum over them.
+Each rank has its own part of a tensor that is cut, or that is an addend; a replicated tensor is one tensor and counts
+once. This is the meaning of a layout, and the reason why the backward of a copy onto several ranks is a sum over them.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ class Backend:
     make_balance: Callable[..., Any]
 
     def fixed(self, *shape: int) -> Any:
-        """Generic values. Of tables, the halves of sines differ, as those of no real one do."""
+        """Generic values. In tables the halves of sines differ, unlike in real tables."""
         return self.tensor(np.random.default_rng(shape).standard_normal(shape))
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of each rank, of this shape: its own one, or with ``alike`` one that all ranks hold; or a weight."""
+    """A tensor of each rank, of this shape: its own one, or with ``is_replicated`` one for all ranks; or a weight."""
 
     shape: tuple[int, ...]
-    alike: bool = False
+    is_replicated: bool = False
     is_weight: bool = False
 
 
@@ -95,7 +94,7 @@ class Case:
     inputs: tuple[Held, ...]
     num_ranks: int = 1
     sequence_dim: int | None = None
-    outputs_alike: bool = False
+    outputs_replicated: bool = False
     in_turn: bool = False
     regathers: bool = False
     axis: str = "tp"
@@ -127,17 +126,17 @@ def sides(fw: Backend, case: Case, seed: int = 5) -> tuple[float, float]:
     """``<J x, y>`` and ``<x, J^T y>``, of generic values in which no symmetry could hide a mistake."""
     generator = np.random.default_rng(seed)
 
-    def drawn(shape: Sequence[int], *, alike: bool) -> list[np.ndarray]:
+    def drawn(shape: Sequence[int], *, replicated: bool) -> list[np.ndarray]:
         arrays = [generator.standard_normal(shape) for _ in range(case.num_ranks)]
-        return [arrays[0]] * case.num_ranks if alike else arrays
+        return [arrays[0]] * case.num_ranks if replicated else arrays
 
     def of_ranks() -> list[tuple[np.ndarray, ...]]:
-        return list(zip(*(drawn(held.shape, alike=held.alike) for held in case.inputs), strict=True))
+        return list(zip(*(drawn(held.shape, replicated=held.is_replicated) for held in case.inputs), strict=True))
 
     points, directions = of_ranks(), of_ranks()
     shapes = on_ranks(fw, case, points, lambda rank, leaves, made: [tuple(one.shape) for one in made])
     weights = [[generator.standard_normal(shape) for shape in of_rank] for of_rank in shapes]
-    if case.outputs_alike:
+    if case.outputs_replicated:
         weights = [weights[0]] * case.num_ranks
 
     def moved(sign: float) -> list[list[np.ndarray]]:
@@ -150,7 +149,7 @@ def sides(fw: Backend, case: Case, seed: int = 5) -> tuple[float, float]:
     ahead, behind = (on_ranks(fw, case, moved(sign), values) for sign in (1.0, -1.0))
     pushed = sum(
         float((((a - b) / (2 * STEP)) * y).sum())
-        for number in range(1 if case.outputs_alike else case.num_ranks)
+        for number in range(1 if case.outputs_replicated else case.num_ranks)
         for a, b, y in zip(ahead[number], behind[number], weights[number], strict=True)
     )
 
@@ -162,14 +161,14 @@ def sides(fw: Backend, case: Case, seed: int = 5) -> tuple[float, float]:
 
     gradients = on_ranks(fw, case, points, pull)
     for held, of_rank in zip(case.inputs, zip(*gradients, strict=True), strict=True):
-        if held.alike:
+        if held.is_replicated:
             for other in of_rank[1:]:
                 np.testing.assert_allclose(other, of_rank[0], rtol=1e-10, err_msg="ranks disagree about a gradient")
     pulled = sum(
         float((gradient * x).sum())
         for number in range(case.num_ranks)
         for held, gradient, x in zip(case.inputs, gradients[number], directions[number], strict=True)
-        if number == 0 or not held.alike
+        if number == 0 or not held.is_replicated
     )
     return pushed, pulled
 

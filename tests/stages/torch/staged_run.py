@@ -33,7 +33,7 @@ class StagedRun:
         self.stages = [[self._stage(part, rank) for part in parts] for rank in self.world.ranks]
         self.optimizers = [StageOptimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]
         self.issued = []
-        """Of each work_item of work and rank: what it issued forward, backward and for gradients of weights."""
+        """For each work item and rank: the operations issued forward, backward and for gradients of weights."""
 
     def _stage(self, layers, rank):
         at = rank.coords["tp"], rank, rank.coords["ep"], rank
@@ -134,7 +134,7 @@ class StagedRun:
         return {p.name: self._joined(p, added, sums=True) for p in self._parameters()}
 
     def _joined(self, parameter, of_rank, *, sums=False):
-        """From the ranks' parts, which are cut, added or alike over each axis."""
+        """From the ranks' parts, which are cut, added or equal over each axis."""
         at = {tuple(rank.coords.values()): of_rank(place, parameter.name)
               for place, rank in enumerate(self.world.ranks)}  # fmt: skip
         cut = {"tp": parameter.tp.dim, "ep": parameter.ep.dim, "cp": None}

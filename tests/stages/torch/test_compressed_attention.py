@@ -1,7 +1,7 @@
 """Compressed attention against the DeepSeek-V4 of transformers, in float64: outputs and all gradients.
 
-transformers computes norms, rotations and softmaxes in float32 at least. Here its float32 is float64, so that both
-differ by the rounding of float64 alone.
+transformers computes norms, rotations and softmaxes in float32 at least. Here its float32 is float64: both then differ
+by the rounding of float64 alone.
 """
 
 import itertools

@@ -46,7 +46,7 @@ def results(kind, chosen):
 
 @pytest.fixture
 def unset_memory_is_nan():
-    """New memory that nothing has been written to yet is NaN, so that a row that is read by mistake shows."""
+    """New memory that nothing has been written to yet is NaN: a row that is read by mistake then shows."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

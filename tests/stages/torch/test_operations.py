@@ -1,4 +1,4 @@
-"""Operations that a block dispatches: those of a plain module, with fewer passes for rotations and weight gradients."""
+"""Operations that a block dispatches: as in a plain module, with fewer passes for rotations and weight gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bits_are_those_of_plain_autograd(dtype, num_kv_heads, group, order):
     made, gradient = computed(rotated_heads, fused, group, order)
     assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
     assert [one.stride() for one in made[:2]] == [one.stride() for one in expected[:2]]
-    assert made[2].is_contiguous(), "a part of what it is cut from would keep all of that for backward"
+    assert made[2].is_contiguous(), "a view would keep its whole base for backward"
     assert torch.equal(gradient, of_plain)
     assert gradient.is_contiguous()
 

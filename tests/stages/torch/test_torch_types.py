@@ -44,7 +44,7 @@ def test_wider_gradients_have_the_bits_of_the_unpartitioned_model(dtype, main, n
 @pytest.mark.parametrize("main", [None, "float32"])
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
 def test_sixteen_bits_are_near_float32(dtype, bits, main, name):
-    """All gradients together within a few units in the last place; losses and gradients are not those of float32."""
+    """All gradients together within a few units in the last place; losses and gradients differ from float32."""
     single, other = (
         next(StagedRun(plan_in(*types, **MODELS[name]), cut=(2,)).steps()) for types in (("float32",), (dtype, main))
     )
@@ -85,7 +85,7 @@ def test_a_weight_that_is_lent_has_the_same_values_and_a_gradient_of_its_own():
 
 
 def test_narrow_factors_are_summed_in_the_type_of_the_buffer():
-    """4096 + 1 is no bfloat16, and 1 + 2^-9 is rounded to 1."""
+    """bfloat16 has no 4096 + 1, and 1 + 2^-9 is rounded to 1."""
     buffer = torch.tensor([[4096.0]])
     add_product(buffer, torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16), torch.ones(2, 1, dtype=torch.bfloat16))
     assert buffer.item() == 4097.0 + 2.0**-9

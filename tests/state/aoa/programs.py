@@ -1,4 +1,4 @@
-"""Random programs with what they make, by numpy: splits, merges, transposes, fused forms, through temporary names."""
+"""Random programs with their results, by numpy: splits, merges, transposes, fused forms, through temporary names."""
 
 from dataclasses import dataclass, field
 

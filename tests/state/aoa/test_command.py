@@ -1,4 +1,4 @@
-"""``pipeproof state aoa``: what it prints, in the words of its page, and how it refuses."""
+"""``pipeproof state aoa``: its output, in the words of its page, and its refusals."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Patterns and names: what they stand for, by number, and every name that is none."""
+"""Patterns and names: the tensors that they match, by number, and every invalid name."""
 
 import pytest
 

@@ -43,7 +43,7 @@ def save(root, topology):
 
 
 def load(directory, topology):
-    """The tensors of which Paddle's own loading gives this rank of a plan wrong values."""
+    """The tensors that Paddle's own loading reads wrongly on this rank of a plan."""
     import paddle
     from paddle.distributed import load_state_dict
 

@@ -33,7 +33,7 @@ def four(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, four):
-    """The same of two ranks, and experiments."""
+    """The same for two ranks, and experiments."""
     root = tmp_path_factory.mktemp("two")
     return root / STEP, in_ranks(
         2,

@@ -123,7 +123,7 @@ def test_the_option_without_what_it_is_about_is_a_mistake(tmp_path):
 
 @pytest.fixture
 def begun(tmp_path):
-    """What one rank holds, and where it saves."""
+    """The tensors of one rank, and the directory that it saves to."""
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()

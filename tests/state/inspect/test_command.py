@@ -1,4 +1,4 @@
-"""`pipeproof state show`: what it says of checkpoints, with which exit status."""
+"""`pipeproof state show`: its output on checkpoints, and its exit status."""
 
 import functools
 import hashlib

@@ -24,7 +24,7 @@ _MAKES = os.O_CREAT | os.O_TRUNC
 class Operation:
     name: str
     path: str
-    """Of the file; of a rename what it was called before."""
+    """Path of the file; for a rename its old path."""
     num_bytes: int = 0
     to: str = ""
 

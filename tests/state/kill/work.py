@@ -1,4 +1,4 @@
-"""What processes are killed at. What it needs is made once, when it is imported, and not in each of them."""
+"""Work of processes that are killed. Its inputs are made once, at import, and not in each process."""
 
 import io
 import json

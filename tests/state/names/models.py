@@ -1,4 +1,5 @@
-"""Small models of every family that has names elsewhere; no two sizes are alike, and experts are more than ten."""
+"""Small models of every family that has names elsewhere; no two sizes are equal, and there are more than ten
+experts."""
 
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict

@@ -1,9 +1,8 @@
 """Other people's models in numpy, as their own code defines them: forward passes that read weights by their names.
 
 Llama, Qwen, Mixtral, DeepSeek, GLM, StarCoder2 and GPT-2 as Hugging Face's
-transformers has them; the layers of Megatron-Core; those of PaddleFormers.
-``OwnModel`` is what a plan means by its keys, with pipeproof's names. Nothing of
-pipeproof is used.
+transformers has them; the layers of Megatron-Core and of PaddleFormers. ``OwnModel`` computes the meaning of a plan's
+keys, with pipeproof's names. Nothing of pipeproof is used.
 
 Shape letters: B rows, S sequence, H hidden, A heads, K heads of keys and values, D head size.
 """
@@ -67,7 +66,7 @@ def rope(x):
 
 
 def rope_interleaved(x):
-    """That of latent attention: even elements first, then odd ones, and then as above."""
+    """Rotary of latent attention: even elements first, then odd ones, and then as above."""
     return rope(np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1))
 
 
@@ -149,7 +148,8 @@ class OpenModel:
         return self.product(GELUS[self.model["mlp"]](self.product(x, first, "mlp")), second, "mlp")
 
     def mixed_heads(self, q, k, v, names):
-        """Attention of [B, A, S, D], normed and rotated before, if the model is so; names are those of the norms."""
+        """Attention of [B, A, S, D], normed and rotated before, if the model says so; ``names`` are the norms'
+        names."""
         if self.model["qk_norm"]:
             q, k = (self.norm(x, name) for x, name in zip((q, k), names, strict=True))
         if self.model["positions"] == "rotary":

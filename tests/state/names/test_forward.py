@@ -13,7 +13,7 @@ pytestmark = pytest.mark.needs_paddle
 
 
 def random_weights(model):
-    """Large enough that every product matters, norms not all alike, biases that change the choice of experts."""
+    """Large enough that every product matters, with different norms, and biases that change the choice of experts."""
     draw = np.random.default_rng(5)
     return {name: draw.normal(0.2, 0.4, entry.shape) for name, entry in weights_of(model, "float64").items()}
 

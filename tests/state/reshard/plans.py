@@ -12,7 +12,7 @@ from tests.plans import plan_dict
 from tests.state.tiny import write_state
 
 MOE = {"num_experts": 12, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "expert_bias_rate": 0.01}
-"""More experts than ten, so that their order as strings is another one than that of their numbers."""
+"""More than ten experts: their order as strings differs from the order of their numbers."""
 DENSE = {"num_layers": 4, "hidden_size": 8, "ffn_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 16}
 WITH_ALL = {**DENSE, "moe": MOE, "tied_embedding": True, "mtp": {"num_modules": 1}}
 TOPOLOGIES = {
@@ -36,7 +36,7 @@ TOPOLOGIES = {
 
 
 def write_plan(path: Path, topology: str, model=None, backend="paddle", micro=None, **run) -> Path:
-    """The plan of a topology, of which every one trains on four micro-batches a step, or ``micro`` on each rank."""
+    """The plan of a topology; every topology trains on four micro-batches a step, or ``micro`` on each rank."""
     asked = TOPOLOGIES[topology]
     num = micro or asked.get("num", 4)
     plan = plan_dict(

@@ -1,4 +1,4 @@
-"""``pipeproof state reshard`` on small states: what it makes has the bytes of what a run of the other plan saves."""
+"""``pipeproof state reshard`` on small states: its files have the bytes that a run of the other plan saves."""
 
 import json
 

@@ -20,7 +20,7 @@ def model_of(model):
 
 
 def experts_by_name(number_for):
-    """Twelve experts of matrices [2, 3] in a tensor of all; expert e of it is that of the name ``number_for(e)``."""
+    """Twelve experts of matrices [2, 3] in one tensor; its expert e is the tensor with the name ``number_for(e)``."""
     copies = tuple(
         RegionCopy(
             Region((e, 0, 0), (1, 3, 2)), f"m.layers.0.experts.{number_for(e)}.up", whole_region((2, 3)), (NO_DIM, 1, 0)

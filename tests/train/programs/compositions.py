@@ -142,7 +142,7 @@ class ScaledLoss(nn.Module):
 
 
 def differentiated():
-    """Autograd inside of a forward, and gradients of tensors that are no parameters of a stage."""
+    """Autograd inside of a forward, and gradients of tensors that are not parameters of a stage."""
     for has_graph in (True, False):
         for split in ("whole", "linear"):
             x, y = data()
@@ -182,7 +182,8 @@ def autocast_loss(output, target):
 
 
 def autocast():
-    """Autocast around construction and step: the reference's bits; and a scaler that all ranks move alike."""
+    """Autocast around construction and step: the reference's bits; and a scaler that all ranks change in the same
+    way."""
     x, y = data()
     for split in ("whole", "linear"):
         modules = blocks(NUM_STAGES, make=lambda: nn.Sequential(Block(), nn.Linear(16, 16)))

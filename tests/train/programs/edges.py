@@ -53,7 +53,7 @@ class Up2(Up):
 
 
 class UNet(nn.ModuleList):
-    """The whole model; the names of its weights are those of the stages."""
+    """The whole model; its weights have the names of the stages' weights."""
 
     def forward(self, x):
         x, skip1 = self[0](x).values()

@@ -37,7 +37,7 @@ class Block(nn.Layer):
 
 
 class PairBlock(nn.Layer):
-    """Takes and returns a tuple, of which one member has no gradient."""
+    """Takes and returns a tuple; one member has no gradient."""
 
     def __init__(self, width=WIDTH):
         super().__init__()

@@ -274,7 +274,7 @@ def reused():
 
 
 class Remembering(Block):
-    """Returns what it computed in its first forward, in all of them."""
+    """Returns the result of its first forward, in all forwards."""
 
     def __init__(self, *, has_graph):
         super().__init__()

@@ -71,7 +71,8 @@ def parts_of(x, y):
 
 
 def random_lengths():
-    """Random lengths and rows, with a partial last batch; in some steps each rank has what it needs alone."""
+    """Random lengths and rows, with a partial last batch; in some steps each rank has only the arguments that it
+    needs."""
     for kind, split in (("1f1b", "whole"), ("interleaved", "whole"), ("zb_v", "linear")):
         modules, own, pipe = made(kind, split=split)
         every = nn.ModuleList(modules)

@@ -13,7 +13,7 @@ from pipeproof.torch import Pipeline, causal_lm_loss, causal_lm_sum, stages_of_r
 NUM = 4
 ROWS = 2 * NUM
 COUNTS = (1.0, 5.0, 0.0, 3.0)
-"""Labels of the micro-batches, of which there are 9."""
+"""Numbers of labels of the micro-batches, 9 in all."""
 
 
 def counted(output, target, scale=1.0):

@@ -40,7 +40,7 @@ def batch(num_rows, *shape, seed=0):
 
 
 def own_copies(modules, numbers):
-    """The stages of a rank, separate from those of the reference."""
+    """The stages of a rank, separate from the reference's."""
     return {number: copy.deepcopy(modules[number]) for number in numbers}
 
 

@@ -282,7 +282,7 @@ def whole(described, loss, data, **arguments):
 
 
 class Doubled(Last):
-    """A layer whose gradient is twice what it should be where the pipeline built it, on rank 1."""
+    """A layer with twice the right gradient if the pipeline built it, on rank 1."""
 
     def __init__(self):
         super().__init__()

@@ -80,7 +80,7 @@ def main(failure):
     pipe = Pipeline(
         {rank: Block(faults.get(failure) if rank == failing else None, in_step).to(device)}, loss_fn=F.mse_loss,
         num_micro_batches=2 if failure == "deadlock" else NUM, example=(torch.zeros(ROWS, WIDTH, device=device),),
-        timeout_s=10 if failure in STALLS else 120,  # a busy machine is no stall
+        timeout_s=10 if failure in STALLS else 120,  # a busy machine does not count as a stall
         **options,
     )  # fmt: skip
     x = torch.randn(pipe.num_micro_batches * ROWS, WIDTH, device=device)

@@ -1,4 +1,4 @@
-"""Bad inputs and failures of ``Pipeline`` that all ranks survive: each rank prints what it got, one JSON line a case.
+"""Bad inputs and failures of ``Pipeline`` that all ranks survive: each rank prints its result, one JSON line a case.
 
 Arguments: names of cases; none: all. Every case makes a pipeline of its own in the same two processes.
 """

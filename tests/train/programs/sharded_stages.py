@@ -326,7 +326,7 @@ def hybrid():
 
 
 class Branches(nn.Module):
-    """Two branches, of which the sign of the data uses one, and a buffer that each forward changes."""
+    """Two branches; the sign of the data selects one. Each forward changes a buffer."""
 
     def __init__(self):
         super().__init__()

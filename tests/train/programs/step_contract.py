@@ -17,7 +17,7 @@ ROWS = NUM * SIZE
 
 
 class Mixed(nn.Module):
-    """Adds up the means over rows of all tensors that it is given, so that a wrong row has other bits."""
+    """Adds up the means over rows of all arguments: a wrong row has other bits."""
 
     def __init__(self):
         super().__init__()

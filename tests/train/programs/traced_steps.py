@@ -1,6 +1,6 @@
 """Steps of a pipeline on two ranks under PyTorch's profiler, a trace of each rank; the argument is a directory.
 
-The stages sleep in place of computing, so that other programs on the processors change their times little.
+The stages sleep in place of computing: other programs on the processors then change their times little.
 """
 
 import sys
