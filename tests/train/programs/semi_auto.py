@@ -1,8 +1,8 @@
 """A pipeline of Paddle's semi-automatic parallelism, its plan, and the same blocks in ``pipeproof.paddle.Pipeline``.
 
 ``semi_auto.py OUTPUT KIND LOGS``, on two CPU processes. Each rank writes as JSON the plan and the MD5 of each gradient,
-and records the second step. Paddle's gloo has no sends that return early, so that 1F1B and VPP hang there: their
-plans are made of shapes alone, and 1F1B is recorded until it times out.
+and records the second step. Paddle's gloo has no sends that return early: 1F1B and VPP hang there. Their plans are made
+of shapes alone, and 1F1B is recorded until it times out.
 """
 
 import hashlib
