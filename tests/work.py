@@ -1,4 +1,4 @@
-"""How much a function does, counted: the same on every machine, as a time is not."""
+"""The work of a function, counted: unlike a time, it is the same on every machine."""
 
 import sys
 

@@ -32,7 +32,7 @@ from tests.cli.commands import invoke
 from tests.plans import subject
 
 LAYER = "layer.2"
-"""Where a fault is that is of one layer: neither the first block nor the last."""
+"""Layer of a fault in one layer: neither the first block nor the last."""
 SCHEDULES = {
     "1f1b": {"kind": "1f1b"},
     "interleaved": {"kind": "interleaved", "num_chunks": 2},

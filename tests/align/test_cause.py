@@ -1,4 +1,4 @@
-"""What is guessed of planted differences, and that a difference of another kind is not taken for one."""
+"""Causes of planted differences are guessed right, and a difference of another kind is not taken for one."""
 
 import numpy as np
 import pytest

@@ -35,7 +35,7 @@ def found(plan, directory, fault=None):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_what_each_layer_gives_does_not_depend_on_the_cut(cut, tmp_path):
-    """What a module and the norm read is one tensor on one stage, and its gradient a sum; recorded are the addends."""
+    """A module and the norm read one tensor on one stage, and its gradient is a sum; the addends are recorded."""
     status, printed, _ = found(plan_of(cut), tmp_path)
     assert status == 0, printed
 

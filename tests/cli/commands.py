@@ -23,7 +23,7 @@ def invoke(*arguments):
 
 
 def printed(*arguments, status=0):
-    """What the commands print on both streams; they end with this status."""
+    """Output of the commands on both streams; they end with this status."""
     result = invoke(*arguments)
     assert result.exit_code == status, result.output
     return result.output

@@ -27,7 +27,7 @@ def refused(write):
 
 @pytest.fixture
 def started(monkeypatch):
-    """What was begun of the real work, in order: simulating and running are replaced and do nothing."""
+    """The real work that was begun, in order: simulating and running are replaced and do nothing."""
     import pipeproof.exec.launch.run_console
     import pipeproof.sim.simulate
 

@@ -1,4 +1,4 @@
-"""What ``check`` runs, what a plan suppresses, and the forms that the outcome is written in."""
+"""Rule selection of ``check``, suppressions of a plan, and output formats."""
 
 import json
 import re

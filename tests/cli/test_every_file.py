@@ -93,7 +93,7 @@ NOUNS = {
     "sharded": "a checkpoint",
     **dict.fromkeys(UNKNOWN),
 }
-"""What messages call some of them."""
+"""Names of some of them in messages."""
 
 READS_PLANS = ("show", "simulate", "rehearse", "run")
 """Commands with a plan as their file."""

@@ -25,7 +25,7 @@ MORE_WORK = {
     "norms of heads", "recomputed MLPs", "recomputed experts", "biases", "biases of queries, keys and values",
     "main gradients",
 }  # fmt: skip
-"""What ranks compute longer for; a receive that waits on the device slows the computations next to it, and wider
+"""Features that lengthen computations; a receive that waits on the device slows the computations next to it, and wider
 gradients of weights are more bytes to add to."""
 LESS_WORK = {
     "grouped queries", "head size", "latent attention", "compressed attention", "packed documents", "learned positions",
@@ -77,7 +77,7 @@ def write(tmp_path):
 
 
 def sign(figure, plain):
-    """Whether a figure is larger or smaller, but for nanoseconds to which sums of other stages are rounded."""
+    """True if a figure is larger or smaller, up to nanoseconds, to which sums of other stages are rounded."""
     return 0 if math.isclose(figure, plain, rel_tol=1e-7, abs_tol=0.1) else 1 if figure > plain else -1
 
 

@@ -1,4 +1,4 @@
-"""What a newcomer meets first: what comes next, schedules by name, and errors that say what to do."""
+"""First answers for a newcomer: the next step, schedules by name, and errors with a way out."""
 
 import pytest
 

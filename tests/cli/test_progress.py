@@ -49,7 +49,7 @@ COMMANDS = {
 
 
 def read_to_end(terminal):
-    """What was written to the other end, which is closed: the kernel hands it over in parts."""
+    """The text written to the other end, which is closed: the kernel delivers it in parts."""
     parts = []
     with contextlib.suppress(OSError):  # how Linux ends a terminal
         while part := os.read(terminal, 65536):

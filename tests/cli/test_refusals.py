@@ -1,4 +1,4 @@
-"""What commands refuse before any work: status 2, nothing on standard output, a message that says what to do."""
+"""Refusals of commands before any work: status 2, nothing on standard output, a message with the way out."""
 
 import shlex
 

@@ -98,7 +98,7 @@ def test_ctrl_c_ends_the_workers(tmp_path):
 
 
 def _lives(pid):
-    """Whether a process still runs; one that has ended may wait for its parent for ever."""
+    """True if a process still runs; one that has ended may wait for its parent for ever."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""What a plan asks of a generator: which rank has which stages, whose variant, and keys that do not go together."""
+"""A plan's request to a generator: stages of each rank, the variant, and keys that do not go together."""
 
 import pytest
 

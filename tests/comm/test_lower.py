@@ -1,4 +1,5 @@
-"""What lowering adds to the programs: peers, channels, slices, gathers and the collectives inside compute."""
+"""Operations that lowering adds to the programs: peers, channels, slices, gathers, and collectives inside
+computations."""
 
 import json
 from collections import Counter

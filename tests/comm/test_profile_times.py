@@ -67,7 +67,7 @@ def test_a_curve_never_falls_and_keeps_points_that_do_not(points, sizes):
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe", "eager_1f1b"])
 def test_a_plan_with_the_profile_of_its_own_simulation_takes_the_same_time(tmp_path, kind):
-    """What the log says of 1f1b holds for any schedule of the same stages."""
+    """The times in the log of 1f1b hold for any schedule of the same stages."""
     sections = {"schedule": {"kind": kind, "num_micro_batches": 6}}
     given_times = simulate(lower_loaded(plan_from_dict(plan_dict(cost=COST, **sections)))).makespan
     plan = plan_with_profile(tmp_path, profile=profile_text(), **sections)

@@ -1,4 +1,4 @@
-"""What the types say of gradients of routers and experts, on numbers: one rank's copy of a weight is moved a little.
+"""The types of gradients of routers and experts, tested with numbers: one rank's copy of a weight is moved a little.
 
 Every rank (tp, ep) has a copy of the router and its part of its experts, which
 are not linear. What the loss of all ranks does when one copy moves is the

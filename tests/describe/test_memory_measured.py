@@ -61,7 +61,7 @@ class Block:
 
     @property
     def shared(self):
-        """What is there whatever the micro-batch: weights, and the tables of the rotary embedding."""
+        """Tensors that no micro-batch changes: weights, and the tables of the rotary embedding."""
         return (*self.norms, self.qkv, self.out, self.gate_up, self.down, self.cos, self.sin)
 
     def rotated(self, heads):

@@ -53,7 +53,7 @@ def changed_plans(finding, data, source):
 
 
 def _from_message(message):
-    """What a message without a help says itself: ``must be A, B or C``."""
+    """The fix in a message without a help: ``must be A, B or C``."""
     match = re.search(r"must be (?:one of )?(.*), found ", message)
     return "write " + re.sub("less than .*", "0", _SAMPLES.get(match[1], match[1])) if match else ""
 
@@ -218,7 +218,7 @@ def _programs(change, clause, ops, own, at):
 
 
 def still_there(finding, findings, source=None, before=None):
-    """Whether a finding is among others: its message, or at its key one with other numbers."""
+    """True if a finding is among others: its message, or at its key one with other numbers."""
     path = path_of(finding, before) if source else None
     return any(
         other.code == finding.code

@@ -136,6 +136,6 @@ def misspelt(word, draw):
 
 
 def mutants(number, seed=1):
-    """That many mutants."""
+    """This number of mutants."""
     draw = random.Random(seed)
     return [mutant(draw) for _ in range(number)]

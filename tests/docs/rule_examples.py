@@ -44,7 +44,7 @@ def can_run(doc):
 
 
 def findings_of(doc, text, folder):
-    """What pipeproof finds in one example of ``doc``; ``folder`` is empty and may be written to."""
+    """The findings in one example of ``doc``; ``folder`` is empty and may be written to."""
     match doc.example_kind:
         case ExampleKind.PLAN if doc.code in FILE_CODES:
             return refused_or(lambda: of_file(text, folder))

@@ -1,4 +1,4 @@
-"""What docs/checking.md tells other teams to put into their CI: read as their CI reads it, and carried out."""
+"""The CI files in docs/checking.md for other teams: read as their CI reads them, and carried out."""
 
 import json
 import os

@@ -64,7 +64,7 @@ def test_runs_that_a_page_shows_are_of_the_plans_as_they_are_now(validation_scri
 
 
 def words(svg):
-    """What a person reads in a picture."""
+    """The words in a picture."""
     return re.sub(r"\s+", " ", html.unescape(re.sub("<[^>]*>", "\n", svg.partition("</style>")[2])))
 
 

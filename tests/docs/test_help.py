@@ -34,7 +34,7 @@ PROSE = {
 
 
 def is_applied(doc, folder):
-    """Whether the help of the wrong example can be applied; it must then make the finding go."""
+    """True if the help of the wrong example can be applied; it must then remove the finding."""
     if doc.example_kind is ExampleKind.PROGRAM:
         finding = next(found for found in findings_of(doc, doc.wrong, folder) if found.code == doc.code)
         programs = list(changed_programs(finding, doc.wrong))

@@ -1,4 +1,4 @@
-"""What the pages say to type exists, their links lead somewhere, and their code runs."""
+"""Commands in the pages exist, their links lead somewhere, and their code runs."""
 
 import re
 import shlex

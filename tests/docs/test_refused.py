@@ -1,4 +1,4 @@
-"""What does not go together: every row of the tables is refused kindly, and of pairs there are no others."""
+"""Unsupported combinations: every row of the tables is refused kindly, and there are no other refused pairs."""
 
 import itertools
 import json

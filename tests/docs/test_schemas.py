@@ -1,4 +1,4 @@
-"""What commands write is what the published schemas say."""
+"""Output of commands fits the published schemas."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What makes a site of the pages, without the site's own tools; ``make site`` runs it with them, strictly."""
+"""The hooks that make a site of the pages, without the site's own tools; ``make site`` runs them strictly."""
 
 from pathlib import Path
 

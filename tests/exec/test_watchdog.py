@@ -104,7 +104,7 @@ DEATHS = {
     ),
     "after others have finished": (PP2, ["0 0STEP 1", "0 finished"], 1, ["meanwhile rank 0 finished at 0STEP"]),
 }  # fmt: skip
-"""What ranks do, one after the other: the operation that a rank has come to, and its step."""
+"""Progress of ranks, one after the other: the operation that a rank has reached, and its step."""
 
 
 @pytest.mark.parametrize("name", DEATHS)

@@ -1,4 +1,4 @@
-"""What the tests of importers share: a text in a file, imported and judged."""
+"""Helpers of the tests of importers: a text in a file, imported and checked."""
 
 import json
 from pathlib import Path

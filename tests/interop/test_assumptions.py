@@ -1,4 +1,4 @@
-"""What importers assume decides no verdict: with other values it is the same, or the import is undecided."""
+"""Assumptions of importers decide no verdict: it is the same with other values, or the import is undecided."""
 
 from dataclasses import replace
 from pathlib import Path

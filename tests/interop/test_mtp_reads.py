@@ -1,4 +1,4 @@
-"""What imported modules of multi-token prediction read, and where the last norm then is, for each tool."""
+"""Inputs of imported modules of multi-token prediction, and the position of the last norm, for each tool."""
 
 import pytest
 
@@ -15,7 +15,7 @@ FORMERS = {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
 
 
 def end(made):
-    """What modules read, and the layers after the blocks."""
+    """Inputs of modules, and the layers after the blocks."""
     model = plan_from_dict(made.plan).spec.gpt
     assert model.mtp.num_modules == 1
     return model.mtp.reads, [name for name in layer_order(model) if not name.startswith(("embed", "layer"))]

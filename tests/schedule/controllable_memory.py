@@ -1,4 +1,4 @@
-"""What the tests of V-Min and V-Half share: their sizes, and how short any order in their memory can be."""
+"""Helpers of the tests of V-Min and V-Half: their sizes, and the shortest makespan of any order in their memory."""
 
 from fractions import Fraction
 
@@ -29,7 +29,7 @@ def shortest(p, m, num_held, tf=1, ti=1, tw=1, latency=0):
 
 
 def time_of_one_more(schedule_of, p, even, latency=0):
-    """What each further micro-batch adds to the makespan, once there are many."""
+    """The time that each further micro-batch adds to the makespan, once there are many."""
     few, many = 6 * p, 12 * p
     added = run(schedule_of(p, many), *even, latency).makespan - run(schedule_of(p, few), *even, latency).makespan
     return Fraction(added) / (many - few)

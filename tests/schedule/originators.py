@@ -1,4 +1,4 @@
-"""What originators' own code puts into its programs, recorded once, and our schedules in the same words."""
+"""Programs of the originators' own code, recorded once, and our schedules in the same words."""
 
 import json
 from pathlib import Path

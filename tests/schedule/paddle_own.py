@@ -1,4 +1,4 @@
-"""What Paddle's own schedulers do, asked of the installed Paddle without processes, devices or a model.
+"""The orders of Paddle's own schedulers, from the installed Paddle without processes, devices or a model.
 
 Its classes are made without their constructors, which want a running fleet,
 and given what their loops read. Fleet's two forward-then-backward classes have

@@ -1,4 +1,4 @@
-"""What V-Min and V-Half have in common: as short as their memory allows, in exactly that memory, on every rank."""
+"""Common properties of V-Min and V-Half: as short as their memory allows, in exactly that memory, on every rank."""
 
 import pytest
 from hypothesis import given, settings
@@ -126,7 +126,7 @@ def test_two_micro_batches_are_never_given_one_slot_if_both_steps_are_alike(hop,
 
 
 def _slots_meet(block):
-    """Whether a rank has one slot for two parts of its cycles; forwards go back up as soon as they are down."""
+    """True if a rank has one slot for two parts of its cycles; forwards go back up as soon as they are down."""
     p, m = block.num_ranks, 4 * block.num_ranks
     for rank in range(p):
         down, input_down, input_up = (

@@ -146,7 +146,7 @@ def test_makespan_and_what_each_rank_idles(sizes, costs):
 
 
 def rays(p):
-    """Where the planes on which the formula has its kinks meet: F, I, W = 0; pF = (p - 1) I; I = W; F = I + W."""
+    """Points where the planes of the formula's kinks meet: F, I, W = 0; pF = (p - 1) I; I = W; F = I + W."""
     planes = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (p, 1 - p, 0), (0, 1, -1), (1, -1, -1)]
     found = set()
     for a, b in combinations(planes, 2):

@@ -1,4 +1,4 @@
-"""What every generator without variants keeps to, and GPipe and 1F1B in particular."""
+"""Properties of every generator without variants, and of GPipe and 1F1B in particular."""
 
 from hypothesis import given
 from hypothesis import strategies as st

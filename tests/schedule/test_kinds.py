@@ -1,4 +1,4 @@
-"""What holds for every kind of schedule: all work once, in order, on time, and refusals that name what fits."""
+"""Properties of every kind of schedule: all work once, in order, on time, and refusals that name sizes that fit."""
 
 from __future__ import annotations
 

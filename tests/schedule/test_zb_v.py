@@ -13,7 +13,7 @@ ranks = st.integers(1, 7)
 
 
 def idle_of(p, tf, ti, tw):
-    """What the makespan has beyond the work of a rank, for at least 2p - 1 micro-batches and two ranks."""
+    """The makespan minus the work of a rank, for at least 2p - 1 micro-batches and two ranks."""
     n = p - 1
     return max(
         n * ti,

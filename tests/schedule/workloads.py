@@ -70,7 +70,8 @@ def check_schedule(schedule, placement, num_micro_batches, costs, limit):
 
 
 def lower_bounds(placement, num_micro_batches, costs):
-    """What no schedule beats: each rank's work after its first forward can begin, and one micro-batch's way."""
+    """A lower bound for all schedules: each rank's work after its first forward can begin, and one micro-batch's
+    way."""
     rank_of = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     edges = [costs.latency if rank_of[stage] != rank_of[stage + 1] else 0 for stage in range(len(rank_of) - 1)]
     for stages in placement:

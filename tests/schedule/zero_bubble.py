@@ -1,4 +1,4 @@
-"""What the tests of zero-bubble schedules share: times, runs and PyTorch's own programs."""
+"""Helpers of the tests of zero-bubble schedules: times, runs and PyTorch's own programs."""
 
 from fractions import Fraction
 
@@ -41,7 +41,7 @@ def texts(schedule):
 
 
 def pytorch_texts(name, num_ranks, num_micro_batches, num_chunks):
-    """What PyTorch's schedule of that name computes, without its idle slots."""
+    """Computations of PyTorch's schedule of that name, without its idle slots."""
     from torch.distributed.pipelining import schedules
 
     theirs = object.__new__(getattr(schedules, name))  # its constructor wants stages that can run

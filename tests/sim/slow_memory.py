@@ -1,4 +1,4 @@
-"""What each rank holds when, said once more without columns: an interval for each thing that is held."""
+"""Memory of each rank over time, computed again without columns: an interval for each held tensor."""
 
 from fractions import Fraction
 from math import ceil

@@ -142,7 +142,7 @@ def test_broken_programs_end_in_both_or_in_neither(one, rules):
 
 
 def to_another(graph):
-    """Whether no rank sends to itself."""
+    """True if no rank sends to itself."""
     return not (graph.peer == graph.rank).any()
 
 

@@ -287,7 +287,7 @@ def test_the_parts_of_a_peak_in_words_begin_with_the_largest():
 
 @pytest.fixture
 def printed():
-    """What is printed on a console of 120 columns."""
+    """Output on a console of 120 columns."""
     from io import StringIO
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""What a program puts on queues of its own: times by hand, and a queue of its own in each picture and file."""
+"""Operations on named queues: times by hand, and a row for each queue in each picture and file."""
 
 import json
 from fractions import Fraction

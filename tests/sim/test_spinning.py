@@ -121,7 +121,7 @@ def model_of(plan):
 
 
 def in_turn(plan):
-    """Whether every receive is posted just before its own use: no computation of its rank stands between."""
+    """True if every receive is posted just before its own use: no computation of its rank is between."""
     return not any(plan.receives)
 
 

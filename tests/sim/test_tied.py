@@ -1,4 +1,4 @@
-"""What a tied embedding costs: memory of its copies, the optimizer's step on them, and the sum over its holders."""
+"""Costs of a tied embedding: memory of its copies, the optimizer's step on them, and the sum over its holders."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is wrong with grouped-query and latent attention and with experts is said with the numbers and a way out."""
+"""Errors of grouped-query and latent attention and of experts state the numbers and a way out."""
 
 import jsonschema
 import pytest

@@ -59,7 +59,7 @@ class Ranks:
         }
 
     def issued(self):
-        """How many collectives each rank has issued so far."""
+        """Number of collectives that each rank has issued so far."""
         return [len(rank.issued) for rank in self.world.ranks]
 
 

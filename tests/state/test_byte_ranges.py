@@ -36,7 +36,7 @@ def regions(draw):
 
 
 class Calls:
-    """What ``os.preadv`` is asked for, and how much of it it gives at most."""
+    """Sizes of the requests to ``os.preadv``, which returns at most ``gives`` bytes for each."""
 
     def __init__(self, patch, gives):
         self._real, self._gives, self.sizes = os.preadv, gives, []

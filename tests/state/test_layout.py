@@ -123,7 +123,7 @@ def test_a_tensor_says_how_it_is_sharded():
 
 
 def num_worked_out(monkeypatch, num_layers, **topology):
-    """How many shards are worked out for the files of a plan, and how many its files hold."""
+    """The number of shards that are computed for the files of a plan, and the number in its files."""
     calls = []
     with monkeypatch.context() as patch:
         patch.setattr(layout, "index_of", lambda *given: calls.append(given) or index_of(*given))

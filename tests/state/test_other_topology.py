@@ -121,7 +121,7 @@ def test_shards_are_read_in_blocks_of_any_size(tmp_path, monkeypatch, one, other
 
 
 def resumed(tmp_path, source, target, last):
-    """What the source's ranks have after two steps, what the target's do who read it, and where those come to."""
+    """The source's ranks after two steps, the target's ranks after reading this state, and their results."""
     from pipeproof.exec.rank.framework_choice import start_framework
     from tests.exec.in_memory import run_all
 
@@ -216,7 +216,7 @@ def test_on_any_other_topology_training_continues_but_for_rounding_on_torch(tmp_
 
 
 def weights_alone(directory, *, kinds=("weight",), **changes):
-    """What a tool leaves of a state that has the weights of others: no optimizer, and values of whoever made them."""
+    """A state as a tool with other names leaves it: no optimizer, and the values of its maker."""
     index = find_state(directory).index
     kept = {name: one for name, one in index.tensors.items() if one.kind in kinds}
     files = tuple(

@@ -1,4 +1,4 @@
-"""What people and programs see of a sweep: best first, columns chosen, refusals with their codes, pictures."""
+"""The output of a sweep for people and programs: best first, chosen columns, refusals with their codes, pictures."""
 
 import io
 import re

@@ -309,7 +309,7 @@ def test_the_example_obeys_the_same_rules():
 
 
 def collated(documents_of_part):
-    """What a collator makes of some documents: one row of tokens, positions, offsets, and the longest length."""
+    """A collator's output for some documents: one row of tokens, positions, offsets, and the longest length."""
     sizes = [len(each) for each in documents_of_part]
     return {
         "input_ids": torch.cat(documents_of_part)[None],

@@ -69,7 +69,7 @@ def test_messages_on_the_path_lengthen_the_step_as_often_as_they_are_there(made,
 @PROMPT
 @given(timed_schedules(), st.sampled_from([Fraction(1, 8), 1, 10]))
 def test_a_slower_critical_rank_lengthens_the_step_by_all_its_work_on_the_path(made, factor):
-    """Where each stage stands on one rank, its times can be made longer by themselves."""
+    """If each stage is on one rank, its times can be lengthened separately."""
     schedule, costs = made
     path = critical_path(asap(schedule, costs), costs.latency)
     mine = {op.stage for op in schedule.programs[path.rank]}

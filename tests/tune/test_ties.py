@@ -1,4 +1,4 @@
-"""How sure a prediction is, ties, the nearest change where nothing fits, and times that people can read."""
+"""Uncertainty of a prediction, ties, the nearest change if nothing fits, and readable times."""
 
 import json
 import re

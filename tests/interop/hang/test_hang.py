@@ -1,4 +1,4 @@
-"""What holds up a run, from dumps with the fields of PyTorch's Flight Recorder."""
+"""The cause of a hang, from dumps with the fields of PyTorch's Flight Recorder."""
 
 import json
 import pickle

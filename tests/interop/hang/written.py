@@ -75,7 +75,7 @@ class Recorder:
         )
 
     def content(self):
-        """What the dump of this rank has."""
+        """Content of this rank's dump."""
         config = {
             name: {"name": name, "desc": "default_pg" if name == "0" else "undefined", "ranks": str(ranks)}
             for name, ranks in self.groups.items()

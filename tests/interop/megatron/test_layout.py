@@ -31,7 +31,7 @@ def test_layouts_are_unrolled(text, stages):
 
 
 def by_replacement(text):
-    """What a layout means by the two replacements that Megatron-LM describes: parentheses first, then letters."""
+    """The meaning of a layout by the two replacements that Megatron-LM describes: parentheses first, then letters."""
     text = text.replace(",", "")
     text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda match: match[1] * int(match[2]), text)
     text = re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), text)

@@ -1,4 +1,4 @@
-"""What is found in logs: by the rules that judge plans, and by what only a log shows."""
+"""Findings in logs: by the rules for plans, and by facts that only a log shows."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BATCHES = [shifted_batch(micro_batch(PLAN, 0, 2), distance) for distance in (0, 
 
 
 def ends(fw: Backend) -> list[Case]:
-    """What is looked up, once for all streams and again, and the losses."""
+    """The lookup of rows, once for all streams and again, and the losses."""
     cases = []
     for place, (words, positions) in enumerate(((12, 4), (6, 4), (6, 2))):  # of a rank: one, two, sequences cut
         table, head = ((words, 16), "own", "weight"), ((16, words), "own", "weight")

@@ -56,7 +56,7 @@ def weights(fw: Backend) -> list[Case]:
 
 
 def lanes_and_streams(fw: Backend) -> list[Case]:
-    """What multi-token prediction and hyper-connections make of one tensor, or several."""
+    """Functions of multi-token prediction and hyper-connections on one tensor, or several."""
     ops, around = fw.ops, partial(_around, fw.ops)
     modules = make_plan(model={"mtp": {"num_modules": 2, "loss_weight": 0.3}})
     return [

@@ -70,7 +70,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Rank:
-    """What an operation may use on one of several ranks."""
+    """The parts of a rank that an operation may use."""
 
     number: int
     region: TensorParallelRegion
@@ -174,7 +174,7 @@ def sides(fw: Backend, case: Case, seed: int = 5) -> tuple[float, float]:
 
 
 def agrees(fw: Backend, case: Case) -> bool:
-    """Whether the two sides are equal, but for what central differences cost."""
+    """True if the two sides are equal up to the error of central differences."""
     pushed, pulled = sides(fw, case)
     assert abs(pushed) > 1e-3, f"{case.name}: the test would not see a gradient of zero"
     return abs(pulled - pushed) <= 1e-7 * abs(pushed) + 1e-9

@@ -1,4 +1,4 @@
-"""What a model may have, as sections of small plans; and what is kept of a run of each to compare frameworks by.
+"""Features of models, as sections of small plans, and the kept results of a run of each, for comparing frameworks.
 
 No framework is imported here: what Paddle wrote is read where there is none.
 """
@@ -122,7 +122,7 @@ def golden_of(feature):
 
 
 def kept_of(results):
-    """What is kept of steps: losses, what routers show, and of each gradient its norm and two projections.
+    """Kept results of steps: losses, statistics of routers, and the norm and two projections of each gradient.
 
     A projection is the dot product with a fixed random vector of length one; projections and norms are [gradients, 3],
     in the order of the gradients' names.

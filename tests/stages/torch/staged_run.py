@@ -177,7 +177,7 @@ class StagedRun:
         return {name: weight.gradient.clone() for name, weight in weights.items()}
 
     def _routers(self):
-        """What routers show, once loads are summed over the data ranks and biases have moved."""
+        """Statistics of routers, after loads are summed over the data ranks and biases have moved."""
         shown = {}
         for stages in zip(*self.stages, strict=True):
             loads = {name: {} for name in stages[0].balance.biases}

@@ -63,7 +63,7 @@ def issued_as(collective):
 
 
 def without_sizes_of_exchanges(issued):
-    """How many rows an exchange moves depends on the choices of routers; a description has their mean."""
+    """The number of rows of an exchange depends on the choices of routers; a description has the mean."""
     return Issued(issued.kind, issued.axis, 0, issued.label) if issued.kind == "all_to_all" else issued
 
 

@@ -17,7 +17,7 @@ class OtherValuesError(AssertionError):
 
 
 def resumed(at, place, whole, steps_done):
-    """What ``run --resume`` looks at, and then each rank's shard, and the reference's tensors: the right ones."""
+    """The files that ``run --resume`` reads, then each rank's shard, and the reference's tensors: the right ones."""
     state = find_state(place)
     require_resumable(state, at.plan, graph_digest(at))
     require_same(state.steps_done, steps_done)

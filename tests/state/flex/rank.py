@@ -84,7 +84,7 @@ def load_without_gpu(root):
 
 
 def flattened(root, shape, cut):
-    """How many elements are wrong when two shares of a flattened tensor are loaded as a whole one."""
+    """Number of wrong elements when two shares of a flattened tensor are loaded as a whole one."""
     import paddle
     import paddle.distributed as dist
     from paddle.distributed import ShardedWeight, load_state_dict, save_state_dict

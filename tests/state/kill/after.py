@@ -1,4 +1,4 @@
-"""What must hold of a directory of states after any happened to who wrote there."""
+"""Invariants of a directory of states after any failure of a writer."""
 
 from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
 from pipeproof.state.read_state import find_state

@@ -159,7 +159,7 @@ def _below(path, dir_fd):
 
 
 def require_all_bytes_counted(log, root):
-    """What is in the files came by operations that were counted."""
+    """Counted operations wrote the whole content of the files."""
     written, made = {}, {}
     for one in log:
         if one.name in _WRITES:

@@ -22,7 +22,7 @@ OTHER = plan_of(
     schedule={"num_micro_batches": 8},
     model={"num_layers": 2, "vocab_size": 8, "tied_embedding": True},
 )
-"""What a state of `sharded` can be resumed by, on another topology."""
+"""A plan of another topology that can resume a state of `sharded`."""
 PLANS_THAT_LOAD = {"the plan that saved it": PLANS["sharded"].plan, "another topology": OTHER.plan}
 
 

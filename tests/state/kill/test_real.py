@@ -36,7 +36,7 @@ class Killed(Run):
 
 
 def killed_while_it_saves(tmp_path, plan, states, *options, launcher_alone):
-    """What a run leaves that saves after every step, and is killed at some time behind its second state."""
+    """The files of a run that saves after every step, and is killed at some time after its second state."""
     before = set(states.glob("step-*"))
     run = Killed(tmp_path, plan, "--save", str(states), "--save-every", "1", *options)
     run.await_states(states, len(before) + 2)

@@ -22,7 +22,7 @@ OUTPUTS = {
     "weights alone": ("step-00000000", ("--to", "plan.json", "--weights-only")),
     "one file": ("model.safetensors", ()),
 }
-"""What is made, under a name that a newest state has, and by which options."""
+"""The output, under the name of a newest state, and its options."""
 
 
 def words(root, at, out, options, jobs):
@@ -56,7 +56,7 @@ def again(root):
 
 
 def require_absent_or_whole(at, old, out, right):
-    """Whether the output is there; nothing below is taken for a checkpoint that is not one."""
+    """True if the output is there; no other directory below is taken for a checkpoint."""
     now = files_below(at)
     assert {name: now.get(name) for name in old} == old
     there = (at / out).exists()

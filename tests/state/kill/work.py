@@ -36,9 +36,9 @@ TARGET = plan_dict(
     model={"hidden_size": 8, "ffn_size": 8, "seq_length": 4, **_SMALL, "tied_embedding": True},
     run={"backend": "paddle", "steps": 9, "optimizer": "adamw"},
 )
-"""What a state of `sharded` is cut anew for."""
+"""Target of a reshard of a state of `sharded`."""
 IMPORTED = (rich.console, render_text, carry, goals, naming, proof)
-"""What a command imports when it runs is here before it does: processes are forked from this one."""
+"""Imports of a command, made before it runs: processes are forked from this one."""
 _PARTS = MappingProxyType(
     {
         (name, steps_done, rank): written_by_rank(at.plan, rank, values(at.plan, steps_done))

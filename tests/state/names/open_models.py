@@ -101,7 +101,8 @@ BIASED = {"none": (), "qkv": ("qkv",), "all": ("qkv", "out", "mlp")}
 
 
 class OpenModel:
-    """What the conventions share: the order of layers, and modules that read what is not normed, as pipeproof's do."""
+    """Common parts of the conventions: the order of layers, and modules that read the state before the norm, as
+    pipeproof's do."""
 
     POSITIONS = None
     rope = staticmethod(rope)

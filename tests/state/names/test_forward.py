@@ -1,4 +1,4 @@
-"""What other tools compute with the weights under their names is what the reference computes with pipeproof's."""
+"""Other tools, with the weights under their names, compute the same as the reference with pipeproof's names."""
 
 import numpy as np
 import pytest

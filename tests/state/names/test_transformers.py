@@ -23,7 +23,7 @@ CASES = [(kind, "huggingface") for kind in KINDS] + [
     if convention in conventions
 ]
 FLOAT32 = ("router.weight", "router.bias")
-"""What a class of ERNIE keeps in float32."""
+"""Tensors that a class of ERNIE keeps in float32."""
 
 
 @pytest.mark.parametrize(("kind", "convention"), CASES)

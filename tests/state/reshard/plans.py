@@ -64,7 +64,7 @@ def state_of(path: Path, root: Path, steps_done=3) -> Path:
 
 
 reshard = functools.partial(printed, "state", "reshard")
-"""What the command prints; options ``status``."""
+"""Output of the command; options ``status``."""
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

@@ -32,7 +32,7 @@ def there(tmp_path, monkeypatch):
 
 
 def refused(*words, status):
-    """What is said; everything that was there is still there, and nothing else."""
+    """The message; all files that were there are still there, and no others."""
     before = files_below(Path())
     said = " ".join(reshard(*words, status=status).split())
     assert files_below(Path()) == before

@@ -1,4 +1,4 @@
-"""Where a reshard writes: whole or not at all, and never over anything."""
+"""Output of a reshard: whole or not at all, and never over anything."""
 
 import fcntl
 import json

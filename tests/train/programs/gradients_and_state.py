@@ -257,7 +257,7 @@ class Scaled(nn.Module):
 
 
 def reused():
-    """What a stage uses twice, and a tensor that it returns for all micro-batches, has the bits of one process."""
+    """A tensor that a stage uses twice, or returns for all micro-batches, has the bits of one process."""
     torch.manual_seed(6)
     modules, rank = [Reused(), Scaled()], dist.get_rank()
     ids, y = torch.randint(11, (ROWS,)), torch.randn(ROWS, WIDTH)

@@ -241,7 +241,7 @@ def share_of_sum(output, target, num_items_in_batch):
 
 
 def refusals():
-    """What a loss function may not return, with what to write."""
+    """Results that a loss function may not return, with the alternative."""
     x, (y, weight) = counted_batch()
     rank = dist.get_rank()
     own = own_copies(blocks(2), [rank])
