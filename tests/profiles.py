@@ -17,7 +17,7 @@ DIGEST = 64 * "0"
 
 
 def logs_of(subject, *, num_steps=3):
-    """By rank, what each step of a lowered plan's simulation would log; transfers are posted when they start."""
+    """By rank, the log of each step of a lowered plan's simulation; transfers are posted when they start."""
     timeline = simulate(subject.plan).timeline
     ends = {(span.rank, span.op): (timeline.us(span.start), timeline.us(span.end)) for span in timeline.spans}
     length = 1000 * (int(timeline.makespan_us) + 1000)

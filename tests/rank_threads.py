@@ -10,14 +10,14 @@ WAIT_S = 60.0
 
 
 class RankThreads:
-    """The lock of the ranks, and what failed first on one of them."""
+    """The lock of the ranks, and the first error on one of them."""
 
     def __init__(self):
         self.turn = threading.Condition(threading.Lock())  # a rank may run in a thread of its turns, which waits too
         self.failure = None
 
     def run(self, work, num_ranks):
-        """``work(rank)`` of each rank, in a thread; the results in rank order. Raises what failed first."""
+        """``work(rank)`` of each rank, in a thread; the results in rank order. Raises the first error."""
         results = [None] * num_ranks
 
         def on_rank(rank):

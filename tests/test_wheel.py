@@ -64,7 +64,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def clean():
-    """The environment without what would let Python find the checkout."""
+    """The environment without variables that would let Python find the checkout."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 

@@ -1,9 +1,8 @@
 """Seven faults planted into a training with experts, a module of multi-token prediction and a tied weight.
 
-Each changes functions of the stages, or of what a rank does at the end of a
-step, in this process alone; the plan, its graph and the reference are right.
-``python -m tests.align.planted FILE`` runs them all under three schedules and
-writes what ``align`` says.
+Each changes functions of the stages, or of a rank's work at the end of a step, in this process alone; the plan, its
+graph and the reference are right. ``python -m tests.align.planted FILE`` runs them all under three schedules and writes
+what ``align`` says.
 """
 
 import json
@@ -87,7 +86,7 @@ def rope_backward(patch: pytest.MonkeyPatch) -> None:
 
 
 def auxiliary_factor(patch: pytest.MonkeyPatch) -> None:
-    """Let one router put in twice of what its losses should count."""
+    """Let one router put in its losses twice."""
     enter = RouterBalance.enter
 
     def doubled(router: RouterBalance, logits: paddle.Tensor) -> paddle.Tensor:
@@ -104,7 +103,7 @@ def auxiliary_factor(patch: pytest.MonkeyPatch) -> None:
 
 
 def swapped_experts(patch: pytest.MonkeyPatch) -> None:
-    """Send to expert 3 of one block, which is on another rank, what is for its expert 0, and the other way round."""
+    """Exchange the tokens of experts 0 and 3 of one block, which are on different ranks."""
     visit = PaddleExperts._visit
 
     def elsewhere(experts: PaddleExperts, tokens, chosen, counts):
@@ -139,14 +138,14 @@ def double_tied_reduction(patch: pytest.MonkeyPatch) -> None:
 
 
 def twice_the_weight_of_modules(patch: pytest.MonkeyPatch) -> None:
-    """Train on twice of what the losses of modules of multi-token prediction should count."""
+    """Train on twice the losses of modules of multi-token prediction."""
     right = common_stage.training_loss
     patch.setattr(common_stage, "training_loss", lambda plan, losses: 2 * right(plan, losses) - losses[0])
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault, and what must be said of it: the first tensor that differs, and the family of the cause."""
+    """A fault, and the expected report: the first tensor that differs, and the family of the cause."""
 
     words: str
     plant: Callable[[pytest.MonkeyPatch], None]
@@ -190,7 +189,7 @@ FAULTS = {
 
 
 def located(plan, reference: ReferenceRun, directory: Path, fault: Planted | None) -> tuple[int, str, dict]:
-    """Train with the fault, align the run with its reference: exit status, what is printed, and the same as JSON."""
+    """Train with the fault, align the run with its reference: exit status, printed output, and the same as JSON."""
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             fault.plant(patch)
@@ -201,7 +200,7 @@ def located(plan, reference: ReferenceRun, directory: Path, fault: Planted | Non
 
 
 def main(file: Path) -> None:
-    """Write what ``align`` says of each fault under each schedule."""
+    """Write the output of ``align`` for each fault under each schedule."""
     start_paddle()
     found = {}
     for schedule in SCHEDULES:

@@ -14,7 +14,8 @@ from tests.exec.in_memory import outcome_of, run_all
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """The steps of the reference that adds in the order of a plan, and of each what crossed borders of layers."""
+    """The steps of the reference that adds in the order of a plan, each with the tensors at the boundaries of
+    layers."""
 
     steps: list
     layers: list[dict]

@@ -122,7 +122,7 @@ def plant_wrong_rope_backward(monkeypatch) -> None:
 
 
 def plant_wrong_auxiliary_factor(monkeypatch) -> None:
-    """Let the routers of the stage put in twice of what each of their losses should count."""
+    """Let the routers of the stage put in each of their losses twice."""
     right = routers.loss_weights
     monkeypatch.setattr(routers, "loss_weights", lambda plan: {name: 2 * w for name, w in right(plan).items()})
 

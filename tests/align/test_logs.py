@@ -1,4 +1,4 @@
-"""Logs as PaddleFormers, PaddleFleet and Megatron print them: what is read, passed over, and refused."""
+"""Logs as PaddleFormers, PaddleFleet and Megatron print them: lines that are read, skipped, and refused."""
 
 import re
 import tracemalloc

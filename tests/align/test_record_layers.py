@@ -1,4 +1,4 @@
-"""Recording of programs: what is recorded, and that nothing of it remains."""
+"""Recording of programs: the recorded tensors; nothing of the recorder remains."""
 
 import json
 

@@ -236,7 +236,7 @@ def test_an_unknown_convention_is_refused(tmp_path):
 
 
 def test_further_inputs_are_compared_only_if_both_sides_have_them_all(tmp_path):
-    """One implementation passes a mask, the other does not: what comes after it has another number."""
+    """One implementation passes a mask, the other does not: later arguments have other numbers."""
 
     def record(name, *further):
         inputs = [("block:forward:input", each, None, {"piece": n}) for n, each in enumerate((X, *further))]

@@ -1,4 +1,4 @@
-"""Who gave a tensor that a layer takes, and what the place says where the values do not."""
+"""The producer of a layer's input, and causes that follow from the position if the values show none."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Measurements become plans by one rule for a set; what no plan describes is listed with the reason."""
+"""Measurements become plans by one rule for a set; rows that no plan describes are listed with the reason."""
 
 import csv
 import json

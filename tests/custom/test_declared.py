@@ -1,4 +1,4 @@
-"""Plans of declared layers are checked, simulated and shown like other plans, and `run` names what trains them."""
+"""Plans of declared layers are checked, simulated and shown like other plans, and `run` names the way to train them."""
 
 import json
 

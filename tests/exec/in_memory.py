@@ -72,7 +72,7 @@ class GroupCalls:
         self.memory, self.rank, self.index, self.ranks, self.calls = memory, rank, index, ranks, 0
 
     def meet(self, given):
-        """Give something, and return a function that waits for what all have given."""
+        """Contribute a value, and return a function that waits for the values of all."""
         met = self.memory.put.setdefault((self.index, self.calls), {})
         self.calls += 1
         met[self.rank] = given
@@ -184,9 +184,9 @@ class _Begun:
 def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: ends):
     """Every step of every rank from ``first_step`` on: the outcomes by step and rank, and the adapters.
 
-    ``seen``, where it is given, gets by (step, rank) what crossed the borders between layers. ``prepare`` is called
-    with each adapter, the framework's arrays and the rank before the first step. ``around`` makes another of each
-    rank's world.
+    ``seen``, where it is given, gets by (step, rank) the tensors at the boundaries between layers. ``prepare`` is
+    called with each adapter, the framework's arrays and the rank before the first step. ``around`` makes another of
+    each rank's world.
     """
     framework = start_framework(plan.spec.run)
     memory = _TensorMemory(framework.arrays, importlib.import_module(plan.spec.run.backend))

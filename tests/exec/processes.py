@@ -75,7 +75,7 @@ class Run:
         finally:
             self._stop()
         self._await(lambda: not self._workers())
-        if status == -signal.SIGKILL:  # the next start removes what a killed launcher leaves
+        if status == -signal.SIGKILL:  # the next start removes the files of a killed launcher
             with mock.patch.object(tempfile, "tempdir", str(self.temporary)):
                 remove_left_directories(self.temporary)
         self._await(lambda: not self.leftovers())

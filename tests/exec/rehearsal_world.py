@@ -81,7 +81,7 @@ class HostArrays:
 
 @dataclass
 class Faults:
-    """Injected faults: each changes what really arrived."""
+    """Injected faults: each changes received data."""
 
     message: object = lambda channel, place, sent: sent[place]
     """Content of the ``place``-th message of a channel, given all messages sent so far."""

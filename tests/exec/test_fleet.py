@@ -1,4 +1,4 @@
-"""Fleet's own pipeline trains what `Pipeline` does, in the order of its plan; differences are found."""
+"""Fleet's own pipeline trains the same values as `Pipeline`, in the order of its plan; differences are found."""
 
 import json
 import subprocess

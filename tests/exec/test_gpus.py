@@ -25,7 +25,7 @@ LAUNCHERS = (
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """No launcher's, nor NCCL's; what is set during a test is undone."""
+    """Without variables of launchers and NCCL; variables set during a test are removed again."""
     for name in (*LAUNCHERS, "NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

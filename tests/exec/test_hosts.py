@@ -1,4 +1,4 @@
-"""Hosts of launched ranks: who comes to the store, who is on which host, what is refused; directories of jobs."""
+"""Hosts of launched ranks: ranks at the store, the host of each, refusals; directories of jobs."""
 
 import dataclasses
 import json

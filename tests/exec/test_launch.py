@@ -80,7 +80,7 @@ def test_a_silent_reference_is_no_hang_while_the_ranks_move(launcher):
 
 
 def test_a_reference_that_never_ceases_to_report_hides_no_hang(launcher, tmp_path):
-    """Its steps may come faster than the launcher looks; only what ranks say is progress of ranks."""
+    """Its steps may come faster than the launcher looks; only messages of ranks count as progress."""
     hear(launcher, 6.0)
     read_end, write_end = os.pipe()
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -1,4 +1,4 @@
-"""Environments of launchers, as each sets them: what is read from them, and what is refused."""
+"""Environments of launchers, as each sets them: the values read from them, and refusals."""
 
 import json
 import os

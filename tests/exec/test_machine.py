@@ -155,7 +155,7 @@ def test_an_instruction_carries_the_graphs_row():
 
 
 def run_to(machine, graph, text):
-    """Report what is awaited as finished until the machine is at ``text``; its op id."""
+    """Report awaited operations as finished until the machine is at ``text``; its op id."""
     instructions = machine.handle(Begin(machine.step + 1))
     while str(instructions[-1].op) != text:
         instructions = machine.handle(Finished(instructions[-1].op_id))

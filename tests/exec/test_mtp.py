@@ -1,4 +1,4 @@
-"""Multi-token prediction: what a module reads and predicts, how it weighs, and records that find its faults."""
+"""Multi-token prediction: inputs, predictions and weight of a module, and records that find its faults."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_the_weight_scales_only_gradients_of_modules_and_no_reported_loss():
 
 
 def test_what_a_module_predicts():
-    """By hand, in numpy: what counts, what is read, and what is divided by."""
+    """By hand, in numpy: the counted positions, the inputs, and the divisor."""
     from pipeproof.stages.describe.mtp_streams import shifted_batch
     from pipeproof.stages.describe.synthetic import IGNORED, loss_scale, micro_batch
     from pipeproof.stages.reference.unpartitioned import unpartitioned_step

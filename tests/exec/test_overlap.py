@@ -121,7 +121,7 @@ def test_the_host_reads_sizes_while_the_other_side_computes(monkeypatch):
 
 
 class RecordedStream:
-    """A side stream that notes what is launched on it, and what the other side launches meanwhile."""
+    """A side stream that notes the launches on it, and the launches of the other side meanwhile."""
 
     def __init__(self, seen):
         self.seen, self.kept = seen, []

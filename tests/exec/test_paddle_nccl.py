@@ -119,7 +119,7 @@ def test_sums_are_nccls_in_rehearsals_and_in_group_order_in_runs(nccl, computes)
     assert [name for name, _, _ in calls] == [*sums, gathers, "all_to_all_single_on_calc_stream"]
     out, rows, received, sent = calls[-1][1]
     assert (list(out.shape), rows is tensor, received, sent) == ([4], True, [2, 2], [3, 1])
-    assert tensor.numpy().tolist() == [0, 1, 2, 3]  # what was put in stays
+    assert tensor.numpy().tolist() == [0, 1, 2, 3]  # the input stays
 
 
 @pytest.mark.slow

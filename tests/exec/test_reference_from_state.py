@@ -57,7 +57,7 @@ def references(plan, start=None):
 def resumed(state, plan, spoilt=None, first_step=2):
     """The ranks' next two steps from a state, against a reference from the same one.
 
-    ``spoilt`` names what has one other element on the rank that has it, and on no other.
+    ``spoilt`` names the tensor with one wrong element, on one rank alone.
     """
 
     def prepare(adapter, arrays, rank):

@@ -1,4 +1,4 @@
-"""Results of steps on disk: what is read is what was appended, and the memory does not grow with the steps."""
+"""Results of steps on disk: reads return the appended values, and the memory does not grow with the steps."""
 
 import tracemalloc
 from dataclasses import replace

@@ -127,7 +127,7 @@ def test_many_features_at_once_match_the_reference_bit_for_bit(tmp_path):
         assert set(step["routers"]["losses"]) == {"aux", "z"}
 
 
-# --- what must not match ---
+# --- runs that must not match ---
 
 
 @pytest.mark.slow

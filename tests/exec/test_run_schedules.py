@@ -80,7 +80,7 @@ HEAD_ALONE = {
     "schedule": {"kind": "gpipe"},
     "run": {"steps": 1},
 }  # fmt: skip
-"""The weight gradient of the head reads what the stage received, after all forwards."""
+"""The weight gradient of the head reads the received tensor, after all forwards."""
 
 
 @pytest.mark.slow

@@ -216,7 +216,7 @@ def test_a_transfer_that_fails_raises_in_its_wait():
         transfer.wait()
 
 
-# --- what is said of times ---
+# --- messages about times ---
 
 
 def test_the_clock_of_a_rank_is_read_as_it_was_written(tmp_path):

@@ -12,12 +12,13 @@ from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind
 
 HOST = "compute"
-"""The queue of what the host does itself, next to the channels by their index."""
+"""The queue of the host's own operations, next to the channels by their index."""
 
 
 @dataclass
 class World:
-    """All ranks of one graph: their machines, what is posted, and what was executed on each queue in which order."""
+    """All ranks of one graph: their machines, posted operations, and the operations executed on each queue, in
+    order."""
 
     graph: object
     machines: list = field(init=False)
@@ -44,7 +45,7 @@ class World:
             self._take(rank, machine.handle(Begin(step)))
 
     def run(self, scheduler):
-        """Let the scheduler pick among what can move until nothing can; whether every program ended."""
+        """Let the scheduler pick among the operations that can move until none can; True if every program ended."""
         while moves := self._moves():
             scheduler.choice(moves)()
             for machine in self.machines:

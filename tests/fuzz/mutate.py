@@ -92,7 +92,7 @@ peak_mb = 0.0
 
 
 def outcome_of(reader: Reader, content: bytes) -> str | None:
-    """Read a mutant in a forked process; return what was not handled, or None."""
+    """Read a mutant in a forked process; return the unhandled outcome, or None."""
     global peak_mb
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
         path = _written(reader, content, Path(directory))
@@ -111,7 +111,7 @@ def outcome_of(reader: Reader, content: bytes) -> str | None:
 
 
 def problem_of(status: int, output: str) -> str | None:
-    """Return in one line what was not handled; None for a status of pipeproof without a traceback."""
+    """Return the unhandled outcome in one line; None for a status of pipeproof without a traceback."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     if "Traceback (most recent call last)" in output or "did not expect this" in output:
@@ -132,7 +132,7 @@ def _read(reader: Reader, path: Path, output: int) -> None:
         main.main([str(word) for word in reader.command(path)], prog_name="pipeproof")
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    except BaseException:  # noqa: BLE001 - an error that escapes is what is looked for
+    except BaseException:  # noqa: BLE001 - the fuzzer looks for errors that escape
         import traceback
 
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""The fuzzer: kept seeds are handled, some mutants of every reader are, and what is not handled is found."""
+"""The fuzzer: kept seeds and some mutants of every reader are handled, and unhandled outcomes are found."""
 
 import random
 

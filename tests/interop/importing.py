@@ -22,7 +22,7 @@ def judged(kind, path, text, **flags):
 
 
 def codes(report):
-    """The codes found, notes about what was assumed left out."""
+    """The codes found, without notes about assumed values."""
     return sorted({finding.code for finding in report.findings} - {"PP172"})
 
 

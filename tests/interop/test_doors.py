@@ -1,4 +1,4 @@
-"""No verdict from what was not understood: unknown names, assumed values, other formats, and one rule of ranks."""
+"""No verdict from unknown settings: unknown names, assumed values, other formats, and one rule of ranks."""
 
 import json
 

@@ -159,7 +159,7 @@ def test_paddles_own_strategy_says_the_same_as_its_text(tmp_path):
 
 
 def bytes_moved(report):
-    """Bytes of all sends between stages, and of what all-gathers bring each rank in addition to its slice."""
+    """Bytes of all sends between stages, and bytes that all-gathers bring each rank in addition to its slice."""
     graph = report.subject.unfolded().graph
     num_tp = report.subject.plan.spec.topology.tp
     sends = np.flatnonzero(graph.is_kind(DATA_SENDS) & (graph.tensor != NONE))

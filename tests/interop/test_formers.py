@@ -1,4 +1,4 @@
-"""Training files of PaddleFormers, PaddleNLP and ERNIE: names, values, switches, and what the trainers refuse."""
+"""Training files of PaddleFormers, PaddleNLP and ERNIE: names, values, switches, and refusals of the trainers."""
 
 import pytest
 

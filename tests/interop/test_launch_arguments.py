@@ -1,4 +1,4 @@
-"""Launch arguments: what the importer reads from them is the plan that they were written for."""
+"""Launch arguments: the importer makes the plan that they were written for."""
 
 import random
 from dataclasses import replace

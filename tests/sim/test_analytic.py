@@ -1,4 +1,4 @@
-"""Computed costs: FLOPs against hand-computed numbers and rules of thumb, what bounds them, links, exactness."""
+"""Computed costs: FLOPs against hand-computed numbers and rules of thumb, bounds, links, exactness."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ def test_data_sheets_are_whole_and_in_the_order_of_their_years():
         assert bound["a100"] > bound["h100"] >= bound["h800"] > bound["b200"] > bound["gb200"] >= bound["gb300"]
 
 
-# What is printed
+# Output
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Two timelines side by side: what is paired, on which clocks, how far apart, and the first divergence."""
+"""Two timelines side by side: pairs, clocks, distances, and the first divergence."""
 
 import json
 from fractions import Fraction

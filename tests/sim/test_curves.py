@@ -1,4 +1,4 @@
-"""Curves of what ranks hold."""
+"""Curves of the memory of ranks."""
 
 from fractions import Fraction
 

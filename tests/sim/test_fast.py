@@ -1,4 +1,4 @@
-"""The fast engine gives what the reference model gives, to the last tick, or refuses with a reason."""
+"""The fast engine equals the reference model to the last tick, or refuses with a reason."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_the_path_and_the_bubbles_of_a_plan_with_a_network():
     kinds = {relations.ops[part.span].kind for part in path if part.end > part.begin}
     assert kinds >= {OpKind.FORWARD, OpKind.BACKWARD, OpKind.ALL_REDUCE, OpKind.STEP}
     idles = idle_times(relations, len(timeline.ranks))
-    for rank in range(len(timeline.ranks)):  # what is neither a computation nor idle is the update
+    for rank in range(len(timeline.ranks)):  # the rest, neither computation nor idle, is the update
         idle = sum(one.end - one.start for one in idles if one.rank == rank)
         update = timeline.makespan_us - timeline.busy_us(rank) - idle
         mine = [s for s in timeline.spans if s.rank == rank and ("REDUCE_GRAD" in s.op or "STEP" in s.op)]

@@ -34,7 +34,7 @@ def test_a_measured_edge_takes_its_own_time_and_the_others_the_links():
     def slowest(*pairs):
         return links.message_us(np.array(pairs), MESSAGE_BYTES)
 
-    assert slowest((1, 2)) == 50 + Fraction(MESSAGE_BYTES, 500)  # launch_us is in what was measured
+    assert slowest((1, 2)) == 50 + Fraction(MESSAGE_BYTES, 500)  # the measurement includes launch_us
     assert slowest((2, 1)) == 70 + Fraction(MESSAGE_BYTES, 500)
     assert slowest((0, 1)) == BY_LINKS
     assert slowest((0, 1), (1, 2)) == slowest((1, 2))  # of the places that a folded rank stands for

@@ -1,4 +1,4 @@
-"""Times that go with memory: what is computed once more, and the optimizer's step."""
+"""Times that go with memory: recomputation, and the optimizer's step."""
 
 from fractions import Fraction
 

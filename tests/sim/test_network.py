@@ -132,7 +132,7 @@ def test_each_edge_has_its_own_time():
     inside, across = 2 + 1 + Fraction(num_bytes, 1000), 2 + 5 + Fraction(num_bytes, 100)
     assert set(by_op(lowered, "0SEND_F")) == set(by_op(lowered, "1SEND_B")) == {Fraction("4.024")} == {inside}
     assert set(by_op(lowered, "1SEND_F")) == {across}
-    assert lowered.spec.cost.p2p_latency_us == across  # what schedules and clocks take
+    assert lowered.spec.cost.p2p_latency_us == across  # for schedules and clocks
     assert resolved_cost(lowered.spec) is lowered.spec.cost
 
 
@@ -255,7 +255,7 @@ def test_both_engines_time_networks_alike(lowered):
     assert fast.figures == simpy.figures
 
 
-# What is refused
+# Refusals
 
 
 def test_cards_fill_the_nodes_of_a_device():

@@ -1,4 +1,4 @@
-"""Sums of gradients next to the backward, and the gather of a sharded optimizer: what both engines make of them."""
+"""Sums of gradients next to the backward, and the gather of a sharded optimizer, in both engines."""
 
 from fractions import Fraction
 from itertools import pairwise

@@ -48,7 +48,7 @@ def exchange_us(network, shape=FOUR_BY_TWO, num_bytes=Fraction(800)):
 def test_exchanges_by_hand(top_k, nodes_per_token, across):
     network = replace(LINKS, routing=Routing(top_k, nodes_per_token))
     assert exchange_us(network) == 5 + 1 + Fraction(across) / 10  # both steps' latencies
-    # with a network ten times as fast as the node, what is handed on counts: half of 800 bytes to the one neighbour
+    # with a network ten times as fast as the node, the forwarded part counts: half of 800 bytes to the one neighbour
     fast = replace(network, between=Link(Fraction(5), Fraction(1000)))
     assert exchange_us(fast) == 5 + 1 + Fraction(400, 100)
 

@@ -1,4 +1,4 @@
-"""Pictures of schedules: what is drawn where, and what is left out."""
+"""Pictures of schedules: the drawn parts, their positions, and omissions."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Plans from files and dicts: what loads, what is refused, and that nothing but a refusal ever comes out."""
+"""Plans from files and dicts: plans that load, refusals, and no other error ever comes out."""
 
 import errno
 import json

@@ -135,7 +135,7 @@ REFUSED = [
      "PP106", "`model.dropout.hidden` must be less than 1.0, found number 1.5"),
     ({"model": {"dropout": True}}, "PP105", "`model.dropout` must be a mapping of keys, found boolean true"),
     ({"model": {"swiglu_limit": 0}}, "PP106", "`model.swiglu_limit` must be more than 0.0, found integer 0"),
-    # stages and what crosses them
+    # stages and boundaries
     ({"stages": "layers"},
      "PP106", '`stages` must be a list of stages, `uniform` or `layer:REGEX`, found string "layers"'),
     ({"stages": 2}, "PP105", "`stages` must be a list of stages, `uniform` or `layer:REGEX`, found integer 2"),

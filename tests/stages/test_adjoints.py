@@ -21,7 +21,7 @@ def test_every_operation_has_a_row():
     assert len(TABLE) == len(all_cases()), "two rows have one name"
     covered = {name for case in TABLE.values() for name in case.covers}
     assert operations() - covered - set(EXCUSED) == set()
-    assert covered - operations() == set(), "rows of what is there no more"
+    assert covered - operations() == set(), "rows of removed operations"
     assert set(EXCUSED) - operations() == set()
     assert set(EXCUSED) & covered == set()
 

@@ -177,7 +177,7 @@ def test_one_block_at_a_time_is_computed_again(monkeypatch):
     made.clear()
     ranks.stages[0].backward(output, ranks.gradient_of(output, 0))
     assert calls[2:] == ["layer.2", "layer.1"]
-    assert alive[2:] == [0, 0], "what was made again of a block is gone before the next"
+    assert alive[2:] == [0, 0], "recomputed tensors of a block are freed before the next"
     assert len(made) == 2
 
 

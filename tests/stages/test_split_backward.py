@@ -109,7 +109,7 @@ def assert_equal_backwards(plan, part):
 
 @pytest.fixture
 def pending():
-    """A stage, its input-gradient pass done, with what waits for W."""
+    """A stage after its input-gradient pass, with the work that waits for W."""
     ranks = Ranks(make_plan(), "whole")
     _, output = ranks.forward(0, 0)
     return ranks, ranks.stages[0].backward_input(output, None)

@@ -85,7 +85,7 @@ class World:
         self._met = {}
 
     def run(self, work):
-        """``work(place)`` for each place in ``ranks``; the results in their order. Raises what failed first."""
+        """``work(place)`` for each place in ``ranks``; the results in their order. Raises the first error."""
         return self._threads.run(work, len(self.ranks))
 
     def meet(self, group, place, issued, given):

@@ -1,4 +1,4 @@
-"""Sweeps of a plan: which points they have, and what is wrong with their values."""
+"""Sweeps of a plan: their points, and errors in their values."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Points are evaluated as the commands would, on any executor, and what breaks is recorded."""
+"""Points are evaluated as by the commands, on any executor, and errors are recorded."""
 
 import re
 import signal

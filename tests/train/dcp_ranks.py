@@ -1,4 +1,5 @@
-"""A small model in several cuts, trained by real processes over gloo: what ``test_dcp_state`` starts and reads."""
+"""A small model in several cuts, trained by real processes over gloo. ``test_dcp_state`` starts them and reads the
+results."""
 
 import hashlib
 import json

@@ -1,7 +1,7 @@
 """``python -m tests.train.forked_ranks NUM PROGRAM ARGS``: ranks with the variables, store and ends of torchrun's.
 
-They are forked from one process that has imported what the program imports: NUM imports of PyTorch less, which take
-longer than most programs.
+They are forked from one process with the imports of the program: NUM imports of PyTorch less, which take longer than
+most programs.
 """
 
 import ast

@@ -37,7 +37,7 @@ def launch(program, num_processes, *args, timeout=400, env=()):
 
 
 def run(program, num_processes, *args, timeout=400, env=()):
-    """The output of a program that ended well; what a rank asserted fails the test with the output of all.
+    """The output of a program that ended well; a failed assertion of a rank fails the test with the output of all.
 
     Returns the ``CompletedProcess``; its ``stdout`` has the output of all ranks.
     """

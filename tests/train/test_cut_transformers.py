@@ -307,7 +307,7 @@ def test_a_module_replaced_in_a_stage_is_used():
     assert stages[1](stages[0](batch()[0])).shape == (2, 10, 5)
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def replaced_forward(model):
 
 
 def blocks_that_talk(model):
-    """The last block adds what the first one got: no tensor at a boundary has it."""
+    """The last block adds the input of the first one: no tensor at a boundary has it."""
     first, last = model.model.layers[0], model.model.layers[3]
     kept = []
 

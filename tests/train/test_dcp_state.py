@@ -24,7 +24,7 @@ PATIENCE_S = 400
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory in which three ranks saved, and what each of them said."""
+    """The directory in which three ranks saved, and the report of each of them."""
     directory = tmp_path_factory.mktemp("dcp")
     command = [sys.executable, "-m", "tests.train.dcp_ranks", str(directory)]
     started = [

@@ -621,7 +621,7 @@ def _padded(x):
 
 
 def change_outputs(monkeypatch, graph, change):
-    """Replace Inductor by a compiler that changes what ``graph`` (F, I or W) returns for another; list its graphs.
+    """Replace Inductor by a compiler that changes the results of ``graph`` (F, I or W); list its graphs.
 
     It checks inputs as Inductor's code does: that reads memory in the form of the example.
     """
@@ -663,7 +663,7 @@ CHANGES = {
 @pytest.mark.parametrize("graph", ["F", "I"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_graphs_get_tensors_in_the_form_that_they_were_compiled_for(monkeypatch, change, graph):
-    """A compiler may return what no user sees in another form."""
+    """A compiler may return tensors that no user sees in another form."""
     compiled, changed = change_outputs(monkeypatch, graph, CHANGES[change])
     torch.manual_seed(0)
     values = inputs(dims=3)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.needs_torch
 
 
 class Gpu:
-    """The host's time, and the time at which the GPU has done what was launched."""
+    """The host's time, and the time at which the GPU has done all launched work."""
 
     def __init__(self, monkeypatch):
         self.host, self.end, self.idle = 0, 0, 0

@@ -1,4 +1,4 @@
-"""Comparison, recording and profile of a pipeline, and what the command line makes of them."""
+"""Comparison, recording and profile of a pipeline, and the command line's output on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a script's modules: what the script says becomes keys, and what contradicts it is refused."""
+"""The plan of a script's modules: arguments of the script become keys, and contradictions are refused."""
 
 import re
 from pathlib import Path

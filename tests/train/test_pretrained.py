@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from pipeproof.exec.train.torch.pretrained_load import _files_of  # noqa: E402 - it needs what is skipped above
-from pipeproof.torch import (  # noqa: E402 - it needs what is skipped above
+from pipeproof.exec.train.torch.pretrained_load import _files_of  # noqa: E402 - it needs the packages checked above
+from pipeproof.torch import (  # noqa: E402 - it needs the packages checked above
     initialize_weights,
     load_pretrained,
     save_pretrained,
@@ -250,7 +250,7 @@ def test_a_rank_has_memory_for_its_own_stages_alone(tmp_path):
     config = config_of(hidden_size=512, intermediate_size=2048, vocab_size=8000, head_dim=128)
     whole_model(config).save_pretrained(tmp_path / "whole", max_shard_size="20MB")
     stages = meta_stages(config, 4)
-    load_pretrained({2: stages[2]}, tmp_path / "whole")  # what is imported once
+    load_pretrained({2: stages[2]}, tmp_path / "whole")  # weights that are imported once
     own = sum(weight.nbytes for weight in stages[1].parameters())
     largest = max(weight.nbytes for weight in stages[1].parameters())
     whole = sum(weight.nbytes for stage in stages.values() for weight in stage.parameters())

@@ -179,7 +179,7 @@ def test_a_device_behind_the_host_is_watched_after_the_step(ranks):
     at[0] = (0, 3)
     wait_until(lambda: watch.failure)
     assert "rank 0 waits in step 0 for rank 1: WAIT(0RECV_B1)" in watch.failure
-    assert one.aborted == []  # what the device would go on to compute is wrong
+    assert one.aborted == []  # later results of the device would be wrong
 
 
 def test_a_device_that_has_ended_is_no_stall(ranks):

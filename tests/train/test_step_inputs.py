@@ -1,4 +1,4 @@
-"""The split of what a step is given: random nested arguments, block masks, packed documents, and what is refused."""
+"""The split of a step's arguments: random nested arguments, block masks, packed documents, and refusals."""
 
 import dataclasses
 import re
@@ -88,7 +88,7 @@ def nested(rows):
 
 
 def rows_of(value, start, stop):
-    """Rows of all tensors of a value: what a plain loop over micro-batches would take."""
+    """Rows of all tensors of a value, as in a plain loop over micro-batches."""
     return pytree.tree_map_only(torch.Tensor, lambda x: x[start:stop] if x.dim() else x, value)
 
 

@@ -8,7 +8,7 @@ UNIT = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
 
 
 def four_ranks(*, num_layers=4, cost=None, **schedule):
-    """1F1B over four ranks with eight micro-batches of one sequence, and what is given in place of it."""
+    """1F1B over four ranks with eight micro-batches of one sequence; arguments replace keys."""
     return plan_dict(
         model={"num_layers": num_layers},
         topology={"pp": 4},

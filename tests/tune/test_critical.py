@@ -1,4 +1,4 @@
-"""The critical path has no gaps, and what lies on it decides the makespan."""
+"""The critical path has no gaps, and its operations decide the makespan."""
 
 from fractions import Fraction
 

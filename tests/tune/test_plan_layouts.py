@@ -162,7 +162,7 @@ def test_stages_that_are_cut_anew_are_no_longer_listed():
     changed = choices.plan_of(layout("interleaved", 2, 8, 1))
     plan = plan_from_dict(changed).spec
     assert plan.stages is None
-    assert plan.cost.forward_us == (3, 1, 1, 1, 1, 1, 1, 3)  # a block takes one; what is above that, embed and head
+    assert plan.cost.forward_us == (3, 1, 1, 1, 1, 1, 1, 3)  # a block takes one, embed and head the rest
     changes = change_lines(choices.data, changed)
     assert [line for line in changes if line.startswith("# remove")] == ["# remove stages"]
 
@@ -249,7 +249,7 @@ def test_layouts_over_the_limit_of_the_plan_have_no_room(limit):
 
 
 def test_a_schedule_for_a_limit_is_made_for_the_plans_own_micro_batches_with_few_chunks():
-    """Six of two blocks each are twelve of one. Without a limit it is made for what the plan holds, and for none."""
+    """Six of two blocks each are twelve of one. Without a limit it is made for the plan's memory, and for none."""
 
     def limits(**schedule):
         choices = layouts_of(four_ranks(num_layers=16, micro_batch_size=2, **schedule))

@@ -1,4 +1,5 @@
-"""On a plan's own ranks, what is listed is better, verified and within the limit; what is said about it is so."""
+"""On a plan's own ranks, listed proposals are better, verified and within the limit, and their descriptions are
+true."""
 
 from fractions import Fraction
 from functools import cache

@@ -56,7 +56,7 @@ def test_what_runs_side_by_side_takes_the_time_that_the_plan_gives_it():
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1", "dualpipe", "chimera"])
 @pytest.mark.parametrize("latency", [0, "1/3"])
 def test_the_reference_model_has_the_same_clock(kind, latency):
-    """As soon as possible is what the simulator finds where no message waits for another."""
+    """As-soon-as-possible times equal the simulator's if no message waits for another."""
     plan = loaded(four_ranks(kind=kind, cost={"forward_us": [1, "1/2", 2, 1], "p2p_latency_us": latency})).spec
     lowered = lower(plan)
     fast, slow = asap_clock(lowered.schedule, plan), simulated_clock(lowered)

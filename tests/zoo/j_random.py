@@ -22,7 +22,7 @@ def draws_of(key_of, replay_key_of=None):
 
 
 def right_key(region, coords):
-    """Expert weights differ on every rank, what TP ranks hold together is the same on them."""
+    """Expert weights differ on every rank; weights that TP ranks hold together are equal on them."""
     return f"{region} dp {coords['dp']}" + (f" tp {coords['tp']}" if region == "experts" else "")
 
 

@@ -26,7 +26,7 @@ def value_of(stage, micro_batch):
 
 @dataclass(frozen=True)
 class RunProgram:
-    """A body for two endpoints: each executes its rank's rows and returns what its receives brought, by name."""
+    """A body for two endpoints: each executes its rank's rows and returns the received values, by name."""
 
     rows: tuple[tuple[Row, ...], ...]
     late: int | None = None

@@ -39,7 +39,8 @@ def test_accepted(name):
 @settings(max_examples=60)
 @given(st.data())
 def test_plans_of_our_generators_are_right_unless_partial_meets_sequence_parallelism(data):
-    """Any topology and schedule that the plan format takes, at small sizes; `partial` corrupts what SP shards."""
+    """Any topology and schedule that the plan format accepts, at small sizes; `partial` corrupts tensors that SP
+    shards."""
     draw = data.draw
     pp, tp = draw(st.integers(1, 4), "pp"), draw(st.sampled_from([1, 2, 4]), "tp")
     kind = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]), "schedule")

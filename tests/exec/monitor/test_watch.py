@@ -1,4 +1,4 @@
-"""Watched programs of both frameworks over gloo: what their rings show."""
+"""Watched programs of both frameworks over gloo: the content of their rings."""
 
 from pathlib import Path
 

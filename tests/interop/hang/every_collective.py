@@ -1,4 +1,4 @@
-"""Issue every collective of gloo once, watched, and dump what the Flight Recorder has: rank, directory."""
+"""Issue every collective of gloo once, watched, and write the Flight Recorder's dump. Arguments: rank, directory."""
 
 import os
 import pickle

@@ -16,7 +16,7 @@ def letters(text):
 @pytest.mark.parametrize(
     ("text", "stages"),
     [
-        # what docs/user-guide/features/pipeline_parallel_layout.md and the parser of Megatron-LM say
+        # from docs/user-guide/features/pipeline_parallel_layout.md and the parser of Megatron-LM
         ("Ettt|(tt|)*29,m|L", ["Ettt", *["tt"] * 29, "m", "L"]),
         ("Et*3|(tt|)*29,m|L", ["Ettt", *["tt"] * 29, "m", "L"]),
         ("E|(t|)*3,m|m||L", ["E", "t", "t", "t", "m", "m", "", "L"]),

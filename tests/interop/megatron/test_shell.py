@@ -1,4 +1,4 @@
-"""Reading a shell script gives the arguments that Bash gives, and says what only a run can tell."""
+"""Reading a shell script gives the arguments that Bash gives, and names values that only a run can determine."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""The recorder takes for a write of the program only what the program wrote."""
+"""The recorder counts only the program's own writes."""
 
 from __future__ import annotations
 

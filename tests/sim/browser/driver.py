@@ -45,7 +45,7 @@ class Browser:
         self._driver.get(path.as_uri())
 
     def settle(self):
-        """Wait until what was asked for is drawn."""
+        """Wait until the page is drawn as requested."""
         script = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done(1)))"
         self._driver.execute_async_script(script)
 

@@ -21,13 +21,13 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "TensorParallelRegion.spread": "autograd does not see it: enter and leave have rows",
         "TensorParallelRegion.reduce": "autograd does not see it: enter and leave have rows",
         "RouterBalance.enter": "adds the gradient of losses that it does not return: a test of its own",
-        "Balance.enter": "what RouterBalance.enter calls",
+        "Balance.enter": "called by RouterBalance.enter",
         "Positions.tables": "rows of constants; no gradient flows through it",
         "Stage.forward": "a whole stage: its gradients are compared with the slopes of the loss",
         "ShardedOptimizer.to_scatter": "moves gradients; none flows through it",
         "ShardedOptimizer.to_gather": "moves weights; no gradient flows through it",
-        "StageOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
-        "ShardedOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
+        "StageOptimizer.state": "saved state of an optimizer; no gradient flows through it",
+        "ShardedOptimizer.state": "saved state of an optimizer; no gradient flows through it",
     }
 )
 """Names without a row, and why."""

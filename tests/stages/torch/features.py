@@ -1,6 +1,6 @@
 """Features of models, as sections of small plans, and the kept results of a run of each, for comparing frameworks.
 
-No framework is imported here: what Paddle wrote is read where there is none.
+No framework is imported here: Paddle's files are read in environments without Paddle.
 """
 
 import hashlib

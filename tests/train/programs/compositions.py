@@ -1,4 +1,4 @@
-"""Two processes: compiled stages, activation checkpointing, autocast with a scaler, and what split='linear' refuses."""
+"""Two processes: compiled stages, activation checkpointing, autocast with a scaler, and refusals of split='linear'."""
 
 import torch
 import torch.distributed as dist

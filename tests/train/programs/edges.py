@@ -64,7 +64,7 @@ class UNet(nn.ModuleList):
 
 
 class Residuals(nn.Module):
-    """A block that adds what blocks before the last one returned."""
+    """A block that adds the results of blocks before the last one."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """Two processes: pipelines that the script does not close, and the threads that are left when its groups are destroyed.
 
-Argument: a directory for what is recorded.
+Argument: a directory for the records.
 """
 
 import contextlib

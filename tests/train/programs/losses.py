@@ -176,7 +176,7 @@ def shares():
 
 
 def means():
-    """The mean of means is not the mean over all labels; both are what the documentation says."""
+    """The mean of means is not the mean over all labels; both are as documented."""
     torch.manual_seed(3)
     ids, model = torch.randint(37, (ROWS, 9)), tiny_llama()
     labels = ids.clone()

@@ -1,6 +1,6 @@
 """Small stages for the programs, the unpartitioned model over them, and how far gradients may be from its."""
 
-# ruff: noqa: T201 - the test reads what the ranks print
+# ruff: noqa: T201 - the test reads the output of the ranks
 import copy
 
 import torch
@@ -68,7 +68,7 @@ def whole(tensor):
 
 
 def clean(name):
-    """The name of a parameter without what wrappers add."""
+    """The name of a parameter without prefixes of wrappers."""
     for part in ("_orig_mod.", "module."):
         name = name.replace(part, "")
     return name
@@ -107,7 +107,7 @@ def clear(stages):
 
 
 def say(case, **figures):
-    """Print one line for each rank: what a case found."""
+    """Print one line for each rank: the results of a case."""
     shown = " ".join(f"{key}={value}" for key, value in figures.items())
     print(f"{case} on rank {dist.get_rank()}: {shown}\n", end="", flush=True)
 

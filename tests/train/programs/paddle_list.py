@@ -1,6 +1,6 @@
 """Lists of layers in ``pipeproof.paddle.Pipeline`` without Fleet: ``paddle_list.py OUTPUT CASE``, on two CPU processes.
 
-Each rank writes what a case found, as JSON.
+Each rank writes the results of a case, as JSON.
 """
 
 import json
@@ -35,7 +35,7 @@ def tied():
 
 
 class Pair(nn.Layer):
-    """A tensor, or the two of a pair, to a pair: what a block makes, and what skips it."""
+    """A tensor, or the two of a pair, to a pair: the output of a block, and a tensor that skips it."""
 
     def __init__(self):
         super().__init__()
@@ -255,7 +255,7 @@ def errors(output):
     layer = Last()
     found["twice"] = error_of(lambda: train([layer, *one, layer]))
     found["early"] = error_of(lambda: Pipeline([*one, *one], num_micro_batches=4).plan)
-    # rank 1 comes too late: both raise what rank 0 waited for
+    # rank 1 comes too late: both raise the wait of rank 0
     pipe = Pipeline([*one, *one], loss_fn=square, num_micro_batches=COUNT, timeout_s=3)
     optimizer = adamw(pipe.parameters())
     pipe.train_batch(floats(0, COUNT), optimizer)

@@ -132,7 +132,7 @@ def structured():
 
 
 def copied(modules):
-    """Copies that share what the modules share."""
+    """Copies that share the same tensors as the modules."""
     import copy
 
     return copy.deepcopy(nn.ModuleList(modules))

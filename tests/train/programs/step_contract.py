@@ -229,7 +229,7 @@ def collators_dicts():
 
 
 def other_rows():
-    """``check_inputs`` compares what the ranks were given; the error is one text on all ranks."""
+    """``check_inputs`` compares the arguments of the ranks; the error is one text on all ranks."""
     torch.manual_seed(6)
     x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
     own = own_copies(made([Mixed, Mixed]), [dist.get_rank()])
