@@ -95,7 +95,7 @@ def test_a_bias_moves_against_the_load_and_only_the_choice_knows_it():
     visits = np.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
     router.count(visits)
     router.count(visits)  # recomputed: the same visits
-    load = balance.load("layer.0.mlp")
+    load = balance.load("layer.0.mlp").numpy()
     assert load.sum() == NUM_TOKENS * TOP_K
     balance.move_biases()
     mean = NUM_TOKENS * TOP_K / NUM_EXPERTS
@@ -111,7 +111,7 @@ def test_a_bias_moves_against_the_load_and_only_the_choice_knows_it():
 
 def test_an_expert_with_the_mean_load_keeps_its_bias():
     balance = stage_balance(expert_bias_rate=0.5)
-    balance.set_load("layer.0.mlp", np.array([2] * 10 + [1, 3]))
+    balance.set_load("layer.0.mlp", paddle.to_tensor([2] * 10 + [1, 3]))
     balance.move_biases()
     assert balance.biases["layer.0.mlp"].tolist() == [0.0] * 10 + [0.5, -0.5]
 

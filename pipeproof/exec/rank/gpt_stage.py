@@ -1,4 +1,4 @@
-"""A stage of the plan's GPT on one rank between its boundaries, and its routers, of either framework.
+"""A stage of the plan's GPT on one rank between its boundaries, of either framework.
 
 The tensors between stages are tuples, one tensor per member of the edge, in the order of the edge's members.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.problems import KeyPath, listed
-from pipeproof.exec.rank.framework_protocol import Array, Tensor, Value, Weight, WeightGradients
+from pipeproof.exec.rank.framework_protocol import Routers, Tensor, Value, Weight, WeightGradients
 from pipeproof.schedule.ops import KIND_CODE, OpKind
 from pipeproof.specs.axis_layout import Placement
 from pipeproof.stages.describe.boundary import Boundary
@@ -161,7 +161,7 @@ class GptStage(ABC):
         self._plan, self._number, self._stage, self._tp = plan, number, stage, coords["tp"]
         self._cp_rank = coords["cp"] if plan.spec.topology.cp > 1 else None
         self.parameters: dict[str, Weight] = stage.parameters
-        self.balance = stage.balance
+        self.balance: Routers = stage.balance
         stage.adds_by_block = adds_by_block(plan)
 
     def forward(self, inputs: Value, *, step: int, index: int, split: int, watch: LayerWatch | None) -> Value:
@@ -229,20 +229,3 @@ class GptStage(ABC):
     def _reported(self, losses: Any) -> Tensor:
         """Return the vector of losses as a tensor."""
         return losses
-
-
-class GptRouters:
-    """Routers of one stage, as far as both frameworks count in the same way; the rest of a ``Routers`` is theirs."""
-
-    def __init__(self, balance: Any) -> None:
-        self._balance = balance
-        self.begin, self.move_biases = balance.begin, balance.move_biases
-
-    def biased(self) -> Sequence[str]:
-        """Return the experts whose routers have a bias that moves."""
-        return list(self._balance.biases)
-
-    def values(self) -> dict[str, Array]:
-        """Return the router values, see ``Balance.values``."""
-        values: dict[str, Array] = self._balance.values()
-        return values

@@ -311,11 +311,6 @@ class Balance(ABC):
         self._visits: dict[str, dict[tuple[int, int], Held]] = {}
         self._loads: dict[str, Held] = {}
 
-    @property
-    def has_values(self) -> bool:
-        """True if a router that the stage may have has losses or a bias."""
-        return bool(self._weights) or self._rate is not None
-
     def begin(self) -> None:
         """Reset everything but the biases."""
         self._losses.clear()
@@ -326,6 +321,10 @@ class Balance(ABC):
         """The view of one router and work item, whose tokens have these ids; only tables need them."""
         fixed = self._rows(self._tables[experts], token_ids) if experts in self._tables else None
         return RouterBalance(self, experts, micro_batch, split, fixed)
+
+    def biased(self) -> Sequence[str]:
+        """The experts whose routers have a bias that moves."""
+        return list(self.biases)
 
     def load(self, experts: str) -> Held:
         """Visits to each expert of a router in this step, int64 [E]: this rank's, unless ``set_load`` was called."""

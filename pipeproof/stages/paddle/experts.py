@@ -156,11 +156,27 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class PaddleBalance(Balance):
-    """A ``Balance`` that computes biases on the host."""
+    """A ``Balance`` that counts and computes biases on the host; a ``Routers``, whose loads and biases are tensors."""
 
     def __init__(self, plan: PlanSpec, layers: Sequence[Layer], *, adds_losses: bool) -> None:
         self._dtype = plan.run.dtype
         super().__init__(OPS, plan, layers, adds_losses=adds_losses)
+
+    def load(self, experts: str) -> Tensor:
+        """Return the load, see ``Balance.load``."""
+        return paddle.to_tensor(super().load(experts))
+
+    def set_load(self, experts: str, load: Tensor) -> None:
+        """Replace the load, see ``Balance.set_load``."""
+        super().set_load(experts, load.numpy())
+
+    def bias(self, experts: str) -> Tensor:
+        """Return the bias of one router."""
+        return paddle.to_tensor(self.biases[experts])
+
+    def put_bias(self, experts: str, bias: Tensor) -> None:
+        """Replace the bias of one router in position."""
+        self.biases[experts][...] = bias.numpy()
 
     def _table(self, table: Indices) -> Indices:
         return table
@@ -177,8 +193,8 @@ class PaddleBalance(Balance):
         total: Indices = np.sum([*visits], axis=0, dtype=np.int64)
         return total
 
-    def _move(self, bias: Array, distance: Indices) -> None:
-        bias += np.sign(distance).astype(self._dtype) * np.asarray(self._rate, self._dtype)
+    def _move(self, bias: Array, distance: Tensor) -> None:
+        bias += np.sign(distance.numpy()).astype(self._dtype) * np.asarray(self._rate, self._dtype)
 
     def _array(self, value: Array) -> Array:
         return value.copy()

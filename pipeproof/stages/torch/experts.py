@@ -226,11 +226,19 @@ class _Visits(torch.autograd.Function):  # type: ignore[misc]  # checked where P
 
 
 class TorchBalance(Balance):
-    """A ``Balance`` on the device. Losses and biases of 16-bit runs are float32."""
+    """A ``Balance`` on the device; a ``Routers``. Losses and biases of 16-bit runs are float32."""
 
     def __init__(self, plan: PlanSpec, layers: Sequence[Layer], device: torch.device, *, adds_losses: bool) -> None:
         self._dtype, self._device = wide_type(getattr(torch, plan.run.dtype)), device
         super().__init__(OPS, plan, layers, adds_losses=adds_losses)
+
+    def bias(self, experts: str) -> Tensor:
+        """Return the bias of one router."""
+        return self.biases[experts]
+
+    def put_bias(self, experts: str, bias: Tensor) -> None:
+        """Replace the bias of one router in position."""
+        self.biases[experts].copy_(bias)
 
     def _table(self, table: npt.NDArray[np.int64]) -> Tensor:
         return torch.tensor(table, device=self._device)

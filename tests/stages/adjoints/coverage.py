@@ -22,6 +22,8 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "TensorParallelRegion.reduce": "autograd does not see it: enter and leave have rows",
         "RouterBalance.enter": "adds the gradient of losses that it does not return: a test of its own",
         "Balance.enter": "called by RouterBalance.enter",
+        "PaddleBalance.load": "counts",
+        "PaddleBalance.bias": "no gradient flows through it",
         "Positions.tables": "rows of constants; no gradient flows through it",
         "Stage.forward": "a whole stage: its gradients are compared with the slopes of the loss",
         "ShardedOptimizer.to_scatter": "moves gradients; none flows through it",

@@ -13,8 +13,8 @@ import paddle
 from paddle.distributed import ShardedWeight, save_state_dict
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.rank.framework_protocol import Array, RankStage, StageCollectives, World
-from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage, member_values, tp_shard, with_member
+from pipeproof.exec.rank.framework_protocol import Array, RankStage, Routers, StageCollectives, World
+from pipeproof.exec.rank.gpt_stage import GptStage, member_values, tp_shard, with_member
 from pipeproof.exec.rank.paddle import comm, nccl
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.exec.store.rendezvous import await_store
@@ -85,32 +85,12 @@ class PaddleStages:
         """Return a stage, with the weights that the rank's other stages lend it."""
         return PaddleGptStage(self._plan, number, self._coords, self._collectives, lent)
 
-    def routers(self, stage: RankStage) -> PaddleRouters | None:
+    def routers(self, stage: RankStage) -> Routers | None:
         """Return the routers of a stage."""
-        return PaddleRouters(stage.balance) if isinstance(stage, PaddleGptStage) else None
+        return stage.balance if isinstance(stage, PaddleGptStage) else None
 
     def load(self, step: int) -> None:
         """Do nothing: stages draw each micro-batch when they need it."""
-
-
-class PaddleRouters(GptRouters):
-    """Routers of one stage, which count in numpy; a ``Routers``."""
-
-    def load(self, experts: str) -> Tensor:
-        """Return the load as a tensor, see ``Balance.load``."""
-        return paddle.to_tensor(self._balance.load(experts))
-
-    def set_load(self, experts: str, load: Tensor) -> None:
-        """Replace the load by a tensor, see ``Balance.set_load``."""
-        self._balance.set_load(experts, load.numpy())
-
-    def bias(self, experts: str) -> Tensor:
-        """Return the bias of one router as a tensor."""
-        return paddle.to_tensor(self._balance.biases[experts])
-
-    def put_bias(self, experts: str, bias: Tensor) -> None:
-        """Replace the bias of one router in position."""
-        self._balance.biases[experts][...] = bias.numpy()
 
 
 class PaddleFramework:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.rank.framework_protocol import RankStage, StageCollectives
-from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
+from pipeproof.exec.rank.framework_protocol import RankStage, Routers, StageCollectives
+from pipeproof.exec.rank.gpt_stage import GptStage
 from pipeproof.exec.rank.torch.arrays import TorchArrays, as_this_thread
 from pipeproof.exec.rank.torch.comm import TorchWorld, connect
-from pipeproof.stages.common.experts import Balance
 from pipeproof.stages.common.work_items import WorkItem
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.torch.functional import wide_type
@@ -74,29 +73,13 @@ class TorchStages:
         stage = TorchStage(spec, layers, self._device, *ranks, lent=lent, context=self._collectives)
         return TorchGptStage(self._plan, number, self._coords, stage, self._batches)
 
-    def routers(self, stage: RankStage) -> TorchRouters | None:
+    def routers(self, stage: RankStage) -> Routers | None:
         """Return the routers of a stage."""
-        return TorchRouters(stage.balance) if isinstance(stage, TorchGptStage) else None
+        return stage.balance if isinstance(stage, TorchGptStage) else None
 
     def load(self, step: int) -> None:
         """Draw a step's micro-batches and copy them to the device."""
         self._batches.load(step)
-
-
-class TorchRouters(GptRouters):
-    """Routers of one stage, which count on the device; a ``Routers``."""
-
-    def __init__(self, balance: Balance) -> None:
-        super().__init__(balance)
-        self.load, self.set_load = balance.load, balance.set_load
-
-    def bias(self, experts: str) -> Tensor:
-        """Return the bias of one router."""
-        return self._balance.biases[experts]
-
-    def put_bias(self, experts: str, bias: Tensor) -> None:
-        """Replace the bias of one router in position."""
-        self._balance.biases[experts].copy_(bias)
 
 
 # --- A second stream of a GPU, whose work waits only for what the rank's own stream had launched at one point ---
