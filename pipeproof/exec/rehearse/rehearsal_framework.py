@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from pipeproof.exec.rehearse.rehearsal_world import CollectiveInputs, RehearsalW
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.common.weights import WeightGradients
 from pipeproof.stages.describe.gradient_facts import routers
 from pipeproof.stages.describe.layer import COUNTS_DTYPE
 from pipeproof.stages.describe.layer_records import LayerWatch
@@ -59,26 +60,21 @@ class RehearsalStage:
             outputs = self._rehearsal.boundary("output", self.number, work_item)
         return tuple(replace(o, work_item=work_item, inputs=tuple(inputs)) for o in outputs if o is not None)
 
-    def backward_input(self, outputs: Tensors, gradients: Sequence[RehearsalTensor | None]) -> RehearsalWeightGradients:
+    def backward_input(self, outputs: Tensors, gradients: Sequence[RehearsalTensor | None]) -> WeightGradients:
         inputs, work_item = outputs[0].inputs, outputs[0].work_item
         for kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
             self._rehearsal.compute(kind, self.number, work_item, inputs, gradients)
         made = self._rehearsal.boundary("input_grad", self.number, work_item) if self.number else ()
         for tensor, gradient in zip(inputs, made, strict=True):
             tensor.gradient = gradient
-        return RehearsalWeightGradients(
+        deferred = WeightGradients()
+        deferred.defer(
             lambda: self._rehearsal.compute(OpKind.BACKWARD_WEIGHT, self.number, work_item, inputs, gradients)
         )
+        return deferred
 
     def return_gradients(self) -> None:
         """Do nothing: gradients have no values."""
-
-
-@dataclass(frozen=True)
-class RehearsalWeightGradients:
-    """Deferred weight gradients of one work item; ``accumulate`` issues what the graph has for them."""
-
-    accumulate: Callable[[], None]
 
 
 class RehearsalRouters:
