@@ -151,45 +151,63 @@ def test_two_processes_rehearse_a_pipeline_with_these_posts(tmp_path):
         assert elements > 0
 
 
-class _SlicingChannels:
-    """Channels in memory that move slices, as process groups on NCCL do."""
+class _Slicing:
+    """A rank's channels, or collectives over a group, in memory, that move slices as process groups on NCCL do.
 
-    def __init__(self, channels, posted):
-        self._channels, self._posted = channels, posted
-        self.post = channels.post
+    ``range_of(part)`` is a slice as a tensor, and ``put(part, values)`` writes one.
+    """
 
-    def post_slice(self, channel, part, after=()):
-        whole, size = part.whole, len(part.whole.content) // part.num_slices
-        self._posted.append((part.num_slices, part.index))
-        place = slice(part.index * size, (part.index + 1) * size)
-        moved = self._channels.post(channel, type(whole)(whole.content[place], whole.dtype), after)
-        return SimpleNamespace(
-            buffer=part, wait=moved.wait, posted_ns=moved.posted_ns, start_ns=moved.start_ns, end_ns=moved.end_ns
-        )
-
-
-class _SlicingCollectives:
-    def __init__(self, collectives):
-        self._collectives = collectives
-        self.ranks = collectives.ranks
+    def __init__(self, ends, posted, range_of, put):
+        self.ends, self.posted, self.range_of, self.put = ends, posted, range_of, put
 
     def __getattr__(self, name):
-        return getattr(self._collectives, name)
+        return getattr(self.ends, name)
+
+    def post_slice(self, channel, part, after=()):
+        buffer = self.range_of(part)
+        self.posted.append((part.num_slices, part.index))
+        transfer = self.ends.post(channel, buffer, after)
+        wait = transfer.wait
+
+        def finish():
+            wait()
+            if channel.dst == self.ends.rank:
+                self.put(part, buffer)
+
+        transfer.buffer, transfer.wait = part, finish
+        return transfer
 
     def gather_slices(self, part):
-        size = len(part.whole.content) // part.num_slices
-        own = type(part.whole)(part.whole.content[part.index * size : (part.index + 1) * size], part.whole.dtype)
-        part.whole.content[:] = self._collectives.all_gather(own, 0).content
+        joined = self.ends.all_gather(self.range_of(part), 0)
+        self.put(Slice(part.whole, 1, 0), joined)
         return part.whole
 
 
-def with_slices(posted):
+def with_slices(posted, range_of, put):
+    """Make of a rank's world one that moves slices; ``posted`` gets the number and index of each."""
+
     def world(made):
-        made.channels = _SlicingChannels(made.channels, posted)
-        made.collectives = {index: _SlicingCollectives(one) for index, one in made.collectives.items()}
+        made.channels = _Slicing(made.channels, posted, range_of, put)
+        made.collectives = {n: _Slicing(one, posted, range_of, put) for n, one in made.collectives.items()}
         return made
 
     return world
+
+
+def place_of(part, length):
+    size = length // part.num_slices
+    return slice(part.index * size, (part.index + 1) * size)
+
+
+def with_slices_of_bytes(posted):
+    def range_of(part):
+        whole = part.whole
+        return type(whole)(whole.content[place_of(part, len(whole.content))], whole.dtype)
+
+    def put(part, values):
+        part.whole.content[place_of(part, len(part.whole.content))] = values.content
+
+    return with_slices(posted, range_of, put)
 
 
 def test_a_backend_that_moves_slices_is_given_whole_tensors_and_the_same_is_found():
@@ -197,55 +215,11 @@ def test_a_backend_that_moves_slices_is_given_whole_tensors_and_the_same_is_foun
     wrong = subject(topology=SEQUENCE_PARALLEL, transport="partial")
     for one, num_faults in ((proved, 0), (wrong, 32)):
         posted = []
-        slices = rehearsed(one, around=with_slices(posted))
+        slices = rehearsed(one, around=with_slices_of_bytes(posted))
         cut = rehearsed(one)
         assert list(slices) == list(cut)
         assert sum(checked.num_faults for checked in slices) == num_faults
         assert set(posted) == {(2, 0), (2, 1)}
-
-
-class _Ranges:
-    """In-memory channels and collectives of a rank on Paddle's tensors and slices of them."""
-
-    def __init__(self, ends, moved):
-        self.ends, self.moved = ends, moved
-
-    def __getattr__(self, name):
-        return getattr(self.ends, name)
-
-    def post_slice(self, channel, part, after=()):
-        import paddle
-
-        buffer = paddle.empty([part.whole.size // part.num_slices], dtype=part.whole.dtype)
-        if channel.src == self.ends.rank:
-            paddle.assign(_range_of(part), output=buffer)
-        self.moved.append(part.index)
-        transfer = self.ends.post(channel, buffer, after)
-        wait = transfer.wait
-
-        def put():
-            wait()
-            if channel.dst == self.ends.rank:
-                _put(part, buffer)
-
-        transfer.buffer, transfer.wait = part, put
-        return transfer
-
-    def gather_slices(self, part):
-        joined = self.ends.all_gather(_range_of(part).clone(), 0)
-        part.whole.set_value(joined.reshape(part.whole.shape))
-        return part.whole
-
-
-def _range_of(part):
-    size = part.whole.size // part.num_slices
-    return part.whole.flatten()[part.index * size : (part.index + 1) * size]
-
-
-def _put(part, values):
-    flat, size = part.whole.flatten().clone(), part.whole.size // part.num_slices
-    flat[part.index * size : (part.index + 1) * size] = values
-    part.whole.set_value(flat.reshape(part.whole.shape))
 
 
 @pytest.mark.needs_paddle
@@ -253,17 +227,20 @@ def test_a_run_has_the_same_gradients_with_slices_of_the_backend_and_of_the_host
     from tests.exec.in_memory import require_logged, run_all
 
     plan = subject(topology={"pp": 2, "tp": 2}, transport="partial", run={"steps": 1}).unfolded().plan
-    moved = []
+    posted = []
 
-    def around(ends):
-        ends.channels = _Ranges(ends.channels, moved)
-        ends.collectives = {index: _Ranges(one, moved) for index, one in ends.collectives.items()}
-        return ends
+    def range_of(part):
+        return part.whole.flatten()[place_of(part, part.whole.size)].clone()
 
-    (by_backend,), adapters = run_all(plan, around=around)
+    def put(part, values):
+        flat = part.whole.flatten().clone()
+        flat[place_of(part, part.whole.size)] = values
+        part.whole.set_value(flat.reshape(part.whole.shape))
+
+    (by_backend,), adapters = run_all(plan, around=with_slices(posted, range_of, put))
     require_logged(plan, adapters)
     (cut,), _ = run_all(plan)
-    assert set(moved) == {0, 1}
+    assert set(posted) == {(2, 0), (2, 1)}
     for one, other in zip(by_backend, cut, strict=True):
         assert one.loss == other.loss
         assert one.gradients.keys() == other.gradients.keys()
@@ -278,7 +255,7 @@ def test_a_run_has_the_same_gradients_with_slices_of_the_backend_and_of_the_host
 def test_where_whole_tensors_do_not_stay_slices_are_cut(buffers):
     posted = []
     checked = rehearsed(
-        subject(topology={"pp": 2, "tp": 2}, transport="partial", buffers=buffers), around=with_slices(posted)
+        subject(topology={"pp": 2, "tp": 2}, transport="partial", buffers=buffers), around=with_slices_of_bytes(posted)
     )
     assert not posted
     assert sum(one.num_faults for one in checked) == 0

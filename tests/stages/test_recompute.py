@@ -182,19 +182,6 @@ def test_one_block_at_a_time_is_computed_again(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", AGAIN)
-def test_an_output_can_be_given_back_before_the_backward(recompute):
-    kept, released = Ranks(make(recompute), "middle"), Ranks(make(recompute), "middle")
-    for ranks in (kept, released):
-        _, output = ranks.forward(0, 0)
-        gradient = ranks.gradient_of(output, 0)
-        if ranks is released:
-            output._clear_data()
-        ranks.stages[0].backward(output, gradient)
-    assert all(gradient.any() for gradient in kept.gradients().values())
-    assert same_bits(released.gradients(), kept.gradients()) == []
-
-
-@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.usefixtures("few_objects")
 def test_splits_read_keys_of_earlier_splits_and_all_memory_is_freed(recompute):
     def gradients(which):

@@ -173,11 +173,18 @@ def test_weight_gradients_are_added_once(pending):
     assert same_bits(ranks.gradients(), once) == []
 
 
-@pytest.mark.parametrize("model", [{}, ALL_PARTS], ids=["Llama", "all parts"])
-@pytest.mark.parametrize("part", ["first", "embed", "middle", "norm"])
-def test_an_output_can_be_given_back_before_the_backward(part, model):
+RELEASED = [
+    *((part, {"model": model}) for part in ("first", "embed", "middle", "norm") for model in ({}, ALL_PARTS)),
+    ("first", {"model": {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 4}}}),
+    ("middle", {"memory": {"recompute": "selective"}}),
+    ("middle", {"memory": {"recompute": "full"}}),
+]
+
+
+@pytest.mark.parametrize(("part", "sections"), RELEASED)
+def test_an_output_can_be_given_back_before_the_backward(part, sections):
     """Autograd needs the tensor that was sent, but not its values (``buffers.free_output``)."""
-    plan = make_plan(model=model)
+    plan = make_plan(**sections)
     kept, released = Ranks(plan, part), Ranks(plan, part)
     for ranks in (kept, released):
         _, output = ranks.forward(0, 0)
