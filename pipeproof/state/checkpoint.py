@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -149,13 +149,9 @@ def sharding_fault(shape: Sequence[int], shards: Sequence[Shard]) -> TilingFault
             return TilingFault(Region(shard.offsets, shard.extents), 1, (number,))
     if _whole_regions_tile(shape, shards):
         return None
-    regions, owner = list[Region](), list[int]()
-    for number, shard in enumerate(shards):
-        for _, region in shard.regions():
-            regions.append(region)
-            owner.append(number)
-    fault = tiling_fault(shape, regions)
-    return None if fault is None else fault._replace(holders=tuple(owner[number] for number in fault.holders))
+    held = [(number, region) for number, shard in enumerate(shards) for _, region in shard.regions()]
+    fault = tiling_fault(shape, [region for _, region in held])
+    return None if fault is None else fault._replace(holders=tuple(held[number][0] for number in fault.holders))
 
 
 def _whole_regions_tile(shape: Sequence[int], shards: Sequence[Shard]) -> bool:
@@ -261,16 +257,5 @@ def over_tensors(work: Callable[[str], _Result], tensors: Mapping[str, TensorEnt
     """
     largest_first = sorted(tensors, key=lambda name: (-entry_bytes(tensors[name]), name))
     with ThreadPoolExecutor(min(_MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
-        results = dict(zip(largest_first, _results_in_order(pool, work, largest_first), strict=True))
+        results = dict(zip(largest_first, pool.map(work, largest_first), strict=True))
     return {name: results[name] for name in sorted(results)}
-
-
-def _results_in_order(
-    pool: ThreadPoolExecutor, work: Callable[[str], _Result], names: Iterable[str]
-) -> Iterable[_Result]:
-    futures = [pool.submit(work, name) for name in names]
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        pool.shutdown(cancel_futures=True)
-        raise

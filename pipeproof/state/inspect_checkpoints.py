@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.byte_ranges import CAST_DTYPES, bits_dtype, cast
 from pipeproof.state.checkpoint import Checkpoint, HeldShard, entry_bytes, over_tensors, tensor_blocks
@@ -72,9 +73,7 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> StateCompariso
     differences = over_tensors(lambda name: _difference(name, first, second), entries)
     differ = tuple(difference for difference in differences.values() if difference is not None)
     steps = None if first.index is None or second.index is None else (first.index.steps_done, second.index.steps_done)
-    only_first, only_second = (
-        tuple(sorted(names)) for names in (first.tensors.keys() - entries, second.tensors.keys() - entries)
-    )
+    only_first, only_second = (tuple(sorted(each.tensors.keys() - entries)) for each in (first, second))
     return StateComparison(len(entries) - len(differ), only_first, only_second, differ, steps)
 
 
@@ -184,11 +183,9 @@ class TensorRow:
 
 def tensor_rows(checkpoint: Checkpoint, *, fold: bool) -> list[TensorRow]:
     """Return all tensors in order; with ``fold``, similar layers are in the row of the first one."""
-    tensors, states = checkpoint.tensors, dict[str, list[str]]()
+    tensors = checkpoint.tensors
     cuts = {name: sharding_text(checkpoint.shards.get(name, ())) for name in tensors}
-    for name, entry in tensors.items():
-        if entry.weight is not None and entry.weight in tensors:
-            states.setdefault(entry.weight, []).append(name)
+    states = grouped((entry.weight, name) for name, entry in tensors.items())
     rows: dict[tuple[object, ...], list[str]] = {}
     for name, entry in tensors.items():
         if entry.weight not in tensors:

@@ -13,6 +13,8 @@ from operator import mul
 from types import EllipsisType
 from typing import NamedTuple
 
+from pipeproof.diagnostics.problems import grouped
+
 NO_DIM = -1
 """Placeholder in a permutation for a dim that the tensor lacks."""
 
@@ -176,9 +178,7 @@ def first_with_count(
         for number in active:
             ends |= {regions[number].offsets[dim], regions[number].stops[dim]}
         cuts = sorted(ends)
-        begins: dict[int, list[int]] = {}
-        for number in active:
-            begins.setdefault(regions[number].offsets[dim], []).append(number)
+        begins = grouped((regions[number].offsets[dim], number) for number in active)
         live: list[int] = []
         for start, stop in pairwise(cuts):
             live = [number for number in live if regions[number].stops[dim] > start] + begins.get(start, [])

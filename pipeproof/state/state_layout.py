@@ -81,17 +81,10 @@ def files_of(plan: LoweredPlan) -> dict[str, tuple[Shard, ...]]:
         for state_tensor in _state_tensors(plan, pp):
             if state_tensor.first_pp != pp:
                 continue
-            cut = tuple((state_tensor.tensor.cut or {}).items())
-            key = (
-                state_tensor.tensor.kind,
-                state_tensor.tensor.shape,
-                state_tensor.parameter and state_tensor.parameter.shape,
-                cut,
-            )
+            tensor, weight = state_tensor.tensor, state_tensor.parameter
+            key = tensor.kind, tensor.shape, weight and weight.shape, tuple((tensor.cut or {}).items())
             if key not in alike:  # layers have the same ones: worked out once, and counted from the stage's first rank
-                alike[key] = [
-                    (rank - first, shard_of_rank.shard) for rank, shard_of_rank in _written(plan, state_tensor)
-                ]
+                alike[key] = [(rank - first, written.shard) for rank, written in _written(plan, state_tensor)]
             for beyond, shard in alike[key]:
                 files[file_name(first + beyond)].append(shard.model_copy(update={"tensor": state_tensor.name}))
     return {name: tuple(shards) for name, shards in files.items()}

@@ -112,12 +112,8 @@ def identity_map(tensors: Mapping[str, TensorLike]) -> StateMap:
 
 def copies_into(tensor: TensorMap, region: Region) -> list[RegionCopy]:
     """Return the region copies that make a region of a tensor."""
-    result = []
-    for copy in tensor.copies:
-        common = intersect(copy.region, region)
-        if common is not None:
-            result.append(copy.restricted_to(common))
-    return result
+    common = [(copy, intersect(copy.region, region)) for copy in tensor.copies]
+    return [copy.restricted_to(inside) for copy, inside in common if inside is not None]
 
 
 def compose(first: StateMap, second: StateMap) -> StateMap:

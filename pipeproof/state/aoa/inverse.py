@@ -210,19 +210,14 @@ def _restored_names(statement: Statement, facts: InverseFacts, new_name: NewName
     """Return the names that the inverse makes, and statements after it for ``^T`` views and spare tensors."""
     target_metas, after = [], []
     for name, present in zip(statement.left, facts.present or (False,) * len(statement.left), strict=False):
-        plain = replace(name, transposed=False, location=None)
+        made = plain = replace(name, transposed=False, location=None)
         if present:
-            spare = Name(new_name(f"{name.text}.again"))
-            target_metas.append(spare)
-            after.append(Statement((spare,), (Name(NOTHING),)))
-        elif name.transposed and _reads_view(statement):
-            target_metas.append(plain)
-        elif name.transposed:
-            view = Name(new_name(f"{name.text}.transposed"))
-            target_metas.append(view)
-            after.append(Statement((replace(view, transposed=True),), (plain,)))
-        else:
-            target_metas.append(plain)
+            made = Name(new_name(f"{name.text}.again"))
+            after.append(Statement((made,), (Name(NOTHING),)))
+        elif name.transposed and not _reads_view(statement):
+            made = Name(new_name(f"{name.text}.transposed"))
+            after.append(Statement((replace(made, transposed=True),), (plain,)))
+        target_metas.append(made)
     return target_metas, after
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import filterfalse
 from typing import Any
 
 from pipeproof.state.aoa.expand import by_form
 from pipeproof.state.aoa.tensor_families import is_state
 from pipeproof.state.region_text import counted
 from pipeproof.state.regions import Region
-from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap
+from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, identity_tensor
 
 _MAX_COPIES = 8
 
@@ -37,7 +38,7 @@ def map_lines(state_map: StateMap, shapes: dict[str, tuple[int, ...]]) -> Iterat
             yield f"    {_range_text(copy.region, tensor.shape)} = {_source_text(copy, shapes)}"
         if len(tensor.copies) > _MAX_COPIES:
             yield f"    and {len(tensor.copies) - _MAX_COPIES} more; `--format json` has them all"
-    for alike in by_form(sorted(filter(_is_weight, state_map.removed), key=_by_number)).values():
+    for alike in by_form(sorted(filterfalse(is_state, state_map.removed), key=_by_number)).values():
         yield f"{alike[0]}{_and_more(len(alike) - 1, ' ')} {'is' if len(alike) == 1 else 'are'} left out"
     num_kept = len(state_map.tensors) - len(changed) - num_states
     yield f"{counted(num_kept, 'weight')} {'stays as it is' if num_kept == 1 else 'stay as they are'}"
@@ -73,13 +74,7 @@ def _copy_to_json(copy: RegionCopy) -> dict[str, Any]:
 
 
 def _is_unchanged(name: str, tensor: TensorMap) -> bool:
-    copy = tensor.copies[0] if tensor.copies else None
-    kept = copy is not None and len(tensor.copies) == 1 and (copy.source, copy.source_region) == (name, copy.region)
-    return kept and copy is not None and copy.permutation is None and not copy.casts
-
-
-def _is_weight(name: str) -> bool:
-    return not is_state(name)
+    return tensor.copies == identity_tensor(name, tensor.dtype, tensor.shape).copies
 
 
 def _and_more(number: int, before: str) -> str:

@@ -94,10 +94,7 @@ class _AxisIndex:
 
     def copies(self, start: int, stop: int, shifted: int) -> Iterator[RegionCopy]:
         """Yield the copies of a range, ``shifted`` along the axis."""
-        strip = Region(
-            tuple(start if dim == self._axis else 0 for dim in range(len(self._shape))),
-            tuple(stop - start if dim == self._axis else length for dim, length in enumerate(self._shape)),
-        )
+        strip = whole_region(self._shape).sliced(self._axis, start, stop)
         shift = tuple(shifted if dim == self._axis else 0 for dim in range(len(self._shape)))
         candidates = range(bisect_left(self._starts, start - self._longest), bisect_left(self._starts, stop))
         for copy in (self._copies[number] for number in candidates):
@@ -123,22 +120,17 @@ def _permuted(copy: RegionCopy, permutation: tuple[int, ...]) -> RegionCopy:
     )
 
 
-def _merged(copies: Sequence[RegionCopy], axis: int) -> Iterator[RegionCopy]:
+def _merged(copies: Sequence[RegionCopy], axis: int) -> list[RegionCopy]:
     """Merge copies that are adjacent along the axis in both target and source."""
-    current: RegionCopy | None = None
+    merged: list[RegionCopy] = []
     for copy in copies:
-        if current is not None and _continues_in_both(current, copy, axis):
-            current = replace(
-                current,
-                region=_extended(current.region, axis, copy.region.extents[axis]),
-                source_region=_extended(current.source_region, _source_axis(copy, axis), copy.region.extents[axis]),
-            )
+        if not merged or not _continues_in_both(merged[-1], copy, axis):
+            merged.append(copy)
             continue
-        if current is not None:
-            yield current
-        current = copy
-    if current is not None:
-        yield current
+        region = _extended(merged[-1].region, axis, copy.region.extents[axis])
+        source = _extended(merged[-1].source_region, _source_axis(copy, axis), copy.region.extents[axis])
+        merged[-1] = replace(merged[-1], region=region, source_region=source)
+    return merged
 
 
 def _continues_in_both(first: RegionCopy, second: RegionCopy, axis: int) -> bool:
@@ -156,18 +148,12 @@ def _source_axis(copy: RegionCopy, axis: int) -> int:
 
 
 def _continues(first: Region, second: Region, axis: int) -> bool:
-    return all(
-        (stop == start if dim == axis else (begin == start and length == size))
-        for dim, (begin, stop, length, start, size) in enumerate(
-            zip(first.offsets, first.stops, first.extents, second.offsets, second.extents, strict=True)
-        )
-    )
+    end = first.stops[axis]
+    return first.sliced(axis, end, end + second.extents[axis]) == second
 
 
 def _extended(region: Region, axis: int, shift: int) -> Region:
-    return Region(
-        region.offsets, tuple(length + shift if dim == axis else length for dim, length in enumerate(region.extents))
-    )
+    return region.sliced(axis, region.offsets[axis], region.stops[axis] + shift)
 
 
 def needs_shards(statement: Statement) -> tuple[bool, bool]:

@@ -132,13 +132,9 @@ def require_files(path: Path, metadata: DcpMetadata) -> None:
 
 
 def _first_names(metadata: DcpMetadata) -> Mapping[str, str]:
-    names = dict[str, str]()
-    for name, tensor in metadata.tensors.items():
-        for chunk in tensor.chunks:
-            names.setdefault(chunk.file, name)
-    for name, stored in metadata.objects.items():
-        names.setdefault(stored.file, name)
-    return names
+    named = [(chunk.file, name) for name in metadata.tensors for _, chunk in _chunks(metadata, name)]
+    named += [(stored.file, name) for name, stored in metadata.objects.items()]
+    return dict(reversed(named))
 
 
 def _entry(name: str, metadata: DcpMetadata) -> TensorEntry:

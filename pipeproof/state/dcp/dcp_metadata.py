@@ -12,11 +12,12 @@ the file is read here, and checked here before PyTorch opens a checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.foreign_text import MALFORMED
 from pipeproof.state.flex.pickles import (
     ForeignNameError,
@@ -107,13 +108,10 @@ class DcpMetadata:
 
     def spans(self) -> Mapping[str, int]:
         """Return by file the bytes that it must have at least."""
-        ends = dict[str, int]()
         chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
-        places = [(stored.file, stored.start + stored.length) for stored in chunks]
-        places += [(stored.file, stored.start + stored.length) for stored in self.objects.values()]
-        for file, end in places:
-            ends[file] = max(ends.get(file, 0), end)
-        return ends
+        stored: Iterable[DcpChunk | DcpObject] = (*chunks, *self.objects.values())
+        ends = grouped((each.file, each.start + each.length) for each in stored)
+        return {file: max(of_file) for file, of_file in ends.items()}
 
 
 def read_metadata(directory: Path) -> DcpMetadata:

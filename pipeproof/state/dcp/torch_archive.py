@@ -133,7 +133,7 @@ def _tensor_of(call: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ..
     if isinstance(call, PickledObject) and call.global_name == _PARAMETER:
         call = call.arguments[0]
     if not isinstance(call, PickledObject) or call.global_name not in _REBUILD:
-        name = f"{call.global_name.module}.{call.global_name.name}" if isinstance(call, PickledObject) else repr(call)
+        name = f"{call.global_name}" if isinstance(call, PickledObject) else repr(call)
         raise ValueError(f"it holds {name[:100]}, which was not executed")
     storage, offset, shape, strides, _, _, *more = call.arguments
     if not isinstance(storage, PersistentId):

@@ -117,10 +117,7 @@ class _Shapes:
         self._extents: dict[tuple[Any, ...], tuple[int, ...]] = {}
         for key, shards in described.items():
             fields = [_fields(path, shard, "LocalTensorMetadata") for shard in shards]
-            regions = [
-                (whole_numbers(fields_of_shard["global_offset"]), whole_numbers(fields_of_shard["local_shape"]))
-                for fields_of_shard in fields
-            ]
+            regions = [(whole_numbers(one["global_offset"]), whole_numbers(one["local_shape"])) for one in fields]
             for fields_of_shard, (offsets, extents) in zip(fields, regions, strict=True):
                 global_shape = fields_of_shard.get("global_shape")
                 shape = _shape_from_extents(regions) if global_shape is None else whole_numbers(global_shape)
@@ -153,11 +150,8 @@ def _fields(path: Path, instance: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(instance, PickledObject):
         raise FlexError(f"{path} has {type(instance).__name__} where Paddle's {name} should be", _FIX)
     if instance.global_name not in [GlobalName(module, name) for module in _MODULES] or instance.arguments:
-        requested = f"{instance.global_name.module}.{instance.global_name.name}"
-        raise FlexError(
-            f"{path} names {requested} where Paddle's {name} should be; nothing of it was executed",
-            "Paddle executes what a pickle names: do not load this file, and check its origin",
-        )
+        message = f"{path} names {instance.global_name} where Paddle's {name} should be; nothing of it was executed"
+        raise FlexError(message, "Paddle executes what a pickle names: do not load this file, and check its origin")
     if not isinstance(instance.state, dict):
         raise FlexError(f"{path}: a {name} has no fields", _FIX)
     return instance.state
@@ -236,10 +230,9 @@ def open_flex(path: Path) -> Checkpoint:
         if not tensors.setdefault(name, entry).is_same(entry):
             earlier = f"{tensors[name].dtype} {list(tensors[name].shape)}"
             raise FlexError(f"{path}: {shard.key} is {earlier} and {entry.dtype} {list(entry.shape)}", _FIX_FILES)
-        rank = _FILE.fullmatch(shard.file)
-        stored.setdefault(name, []).append(
-            HeldShard(_shard(name, entry, shard), int(rank[1]) if rank else None, file, array.start)
-        )
+        match = _FILE.fullmatch(shard.file)
+        held = HeldShard(_shard(name, entry, shard), int(match[1]) if match else None, file, array.start)
+        stored.setdefault(name, []).append(held)
     shards_by_tensor = {name: tuple(of_tensor) for name, of_tensor in stored.items()}
     return Checkpoint(path, "flex", tensors, shards_by_tensor, dict.fromkeys(arrays), None)
 
@@ -285,10 +278,8 @@ def _require_array(path: Path, shard: FlexShard, array: StoredArray | None) -> S
     is_number = shard.numel == 1 and len(shape) <= 1 and len(array.shape) <= 1 and array.num_bytes
     if not is_stored_as(array.dtype, shard.dtype) or (array.shape != shape and not is_number):
         stored_text = f"{array.dtype} {list(array.shape)}"
-        raise FlexError(
-            f"{path} has {shard.key} as {stored_text}, and the metadata lists {shard.dtype} {list(shape)}",
-            "two saves went into one directory, or a file was changed: " + _FIX_FILES,
-        )
+        message = f"{path} has {shard.key} as {stored_text}, and the metadata lists {shard.dtype} {list(shape)}"
+        raise FlexError(message, "two saves went into one directory, or a file was changed: " + _FIX_FILES)
     return array
 
 
@@ -328,11 +319,7 @@ def is_stored_as(stored: str, listed: str) -> bool:
 def _array(path: Path, key: Any, instance: Any) -> StoredArray:
     """Read what numpy's ``ndarray.__reduce__`` writes: (version, shape, type, Fortran order, bytes)."""
     if not isinstance(key, str) or not isinstance(instance, PickledObject) or instance.global_name not in _RECONSTRUCT:
-        requested = (
-            f"{instance.global_name.module}.{instance.global_name.name}"
-            if isinstance(instance, PickledObject)
-            else type(instance).__name__
-        )
+        requested = instance.global_name if isinstance(instance, PickledObject) else type(instance).__name__
         raise FlexError(f"{path} has {requested} as {key!r}, and not an array; nothing of it was executed", _FIX_ARRAYS)
     try:
         _, shape, kind, is_fortran, content = instance.state
@@ -343,7 +330,6 @@ def _array(path: Path, key: Any, instance: Any) -> StoredArray:
         raise FlexError(f"{path}: {key} is an array of a type or order that is not read: {order}{dtype}", _FIX_ARRAYS)
     array = StoredArray(_TYPES[dtype], tuple(shape), content.start)
     if content.length != prod(shape) * dtype_bytes(array.dtype):
-        raise FlexError(
-            f"{path}: {key} has {content.length} bytes, and {array.num_bytes} make {list(shape)}", _FIX_ARRAYS
-        )
+        message = f"{path}: {key} has {content.length} bytes, and {array.num_bytes} make {list(shape)}"
+        raise FlexError(message, _FIX_ARRAYS)
     return array

@@ -39,6 +39,9 @@ class GlobalName:
     module: str
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
 
 @dataclass(slots=True, eq=False)
 class PickledObject:
@@ -214,7 +217,7 @@ class _Machine:
                 module, name = argument.split(" ", 1) if operation == "GLOBAL" else self._take(2)
                 global_name = GlobalName(_of_type(module, str), _of_type(name, str))
                 if not self._allows(global_name):
-                    raise ForeignNameError(f"{module}.{name}")
+                    raise ForeignNameError(f"{global_name}")
                 stack.append(global_name)
             case "NEWOBJ" | "REDUCE":  # an instance of a class, and the result of a function
                 called, arguments = self._take(2)

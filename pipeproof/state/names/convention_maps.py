@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import JsonValue
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
@@ -180,10 +182,9 @@ def _require_equal_copies(checkpoint: Checkpoint, copies: Mapping[str, str]) -> 
         if copy not in checkpoint.tensors or original not in checkpoint.tensors:
             continue
         first, second = checkpoint.tensors[original], checkpoint.tensors[copy]
+        differ = partial(_copies_differ, checkpoint, original, copy)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
-            raise _copies_differ(
-                checkpoint, original, copy, f"{first.dtype} {list(first.shape)}, {second.dtype} {list(second.shape)}"
-            )
+            raise differ(f"{first.dtype} {list(first.shape)}, {second.dtype} {list(second.shape)}")
         item, position = dtype_bytes(first.dtype), 0
         blocks = tensor_blocks(checkpoint, original), tensor_blocks(checkpoint, copy)
         for block, block_of_copy in zip(*blocks, strict=True):
@@ -193,13 +194,8 @@ def _require_equal_copies(checkpoint: Checkpoint, copies: Mapping[str, str]) -> 
                 last = differing[gaps[0]] if len(gaps) else differing[-1]
                 start, stop = position + int(differing[0]), position + int(last) + 1
                 row, column = np.unravel_index(start, first.shape)[0], start % first.shape[-1]
-                range_text = f"first in elements {start} to {stop}"
-                raise _copies_differ(
-                    checkpoint,
-                    original,
-                    copy,
-                    f"{range_text}, from {_position_text(int(row), int(column), first.shape)} on",
-                )
+                where = _position_text(int(row), int(column), first.shape)
+                raise differ(f"first in elements {start} to {stop}, from {where} on")
             position += block.size // item
 
 
@@ -295,11 +291,8 @@ class _Statements:
         """Yield all statements, those with ``$LAYER_ID`` where the first layer needs them."""
         blocks = dict.fromkeys((*self.source.roles, *self.target.roles))
         patterns = {block: self._block(block, f"layer.{_LAYER}") for block in blocks if block.startswith("layer.")}
-        numbers: dict[_Statement, set[str]] = {}
-        for block, of_block in patterns.items():
-            for pattern in of_block:
-                numbers.setdefault(pattern, set()).add(block.removeprefix("layer."))
-        shared = {pattern for pattern, own in numbers.items() if all(self._there(name) <= own for name in pattern.left)}
+        layers = grouped((pattern, block.removeprefix("layer.")) for block in patterns for pattern in patterns[block])
+        shared = {each for each in layers if all(self._there(name) <= {*layers[each]} for name in each.left)}
         done = set[_Statement]()
         for block in blocks:
             statements = self._block(block, block)
@@ -355,10 +348,8 @@ class _Statements:
         is_matrix = len(tensor.views[0].shape) == 2 and not is_table(tensor.views[0].source)
         layouts = {named_model.convention.is_transposed(role) for named_model in (self.source, self.target)}
         transposed = is_matrix and len(layouts) > 1
-        cut_otherwise = (
-            len({role in named_model.convention.fused_by_rank for named_model in (self.source, self.target)}) > 1
-        )
-        if cut_otherwise:  # with tensor parallelism Paddle's columns differ: each rank has its own
+        by_rank = {role in named_model.convention.fused_by_rank for named_model in (self.source, self.target)}
+        if len(by_rank) > 1:  # with tensor parallelism Paddle's columns differ: each rank has its own
             yield from self._regrouped(role, role, label)
         elif transposed or names[0] != names[1]:
             yield _Statement((names[0],), names[1], transposed)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
@@ -165,11 +166,8 @@ def _adjacent_pairs(view: View, size: int) -> Iterator[View]:
 class _Describer:
     def __init__(self, model: ModelSpec, shapes: Shapes, convention: Convention, ffn_shards: Mapping[str, int]) -> None:
         self.model, self.shapes, self.convention, self.ffn_shards = model, shapes, convention, ffn_shards
-        self._weights_below: dict[str, list[str]] = {}
-        for name in shapes:
-            prefix, _, end = name.rpartition(".")
-            if end == "weight":
-                self._weights_below.setdefault(prefix.rpartition(".")[0] or prefix, []).append(name)
+        prefixes = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
+        self._weights_below = grouped((name.rpartition(".")[0] or name, f"{name}.weight") for name in prefixes)
         self._regions: dict[tuple[object, ...], list[Region]] = {}
 
     def tensors(self) -> Iterator[ConventionTensor]:
@@ -203,9 +201,8 @@ class _Describer:
     def _projection(self, module: str) -> Iterator[ConventionTensor]:
         """Yield the weights of the hidden state and of what is embedded."""
         if self.model.modules_read_streams:
-            yield from self._as_it_is(
-                module, {f"{part}_proj": f"{module}.{part}_proj.weight" for part in ("hidden", "embed")}
-            )
+            weights = {f"{part}_proj": f"{module}.{part}_proj.weight" for part in ("hidden", "embed")}
+            yield from self._as_it_is(module, weights)
             return
         # Most others have what is embedded first, and then what comes from before.
         proj, size = self._view(f"{module}.proj.weight"), self.model.hidden_size
@@ -240,9 +237,8 @@ class _Describer:
         attention = list(self._attention(name))
         yield from attention
         norm, out = "experts_norm" if has_experts else "mlp_norm", f"{name}.attn.out.weight"
-        yield from self._others(
-            name, f"{name}.attn", {out, *(view.source for each in attention for view in each.views)}
-        )
+        done = {out, *(view.source for each in attention for view in each.views)}
+        yield from self._others(name, f"{name}.attn", done)
         yield from self._as_it_is(name, {norm: f"{name}.mlp_norm.weight", "out": out})
         if not has_experts:
             yield from self._mlp(name, "", f"{name}.mlp")
@@ -339,12 +335,11 @@ class _Describer:
 
     def _mlp(self, block: str, role: str, name: str, expert: int | None = None) -> Iterator[ConventionTensor]:
         parts = [part for part in ("gate", "up", "down") if f"{name}.{part}.weight" in self.shapes]
-        views = {
-            part: self._view(f"{name}.{part}.weight")
-            if expert is None
-            else expert_of(f"{name}.{part}.weight", self.shapes[f"{name}.{part}.weight"], expert)
-            for part in parts
-        }
+
+        def view_of(weight: str) -> View:
+            return self._view(weight) if expert is None else expert_of(weight, self.shapes[weight], expert)
+
+        views = {part: view_of(f"{name}.{part}.weight") for part in parts}
         fused = f"{role}gate_up"
         if "gate" in views and fused in self.convention.block:
             gate, up = views.pop("gate"), views.pop("up")

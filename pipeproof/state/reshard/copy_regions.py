@@ -103,12 +103,9 @@ class TargetFiles:
 
     def header_of(self, file: str) -> tuple[bytes, Header]:
         """Return the first bytes of a file, and its header."""
-        shards = self.files[file]
-        number = (1,) if self.keys else ()
-        arrays = {
-            self.key_of(shard.tensor): (self.tensors[shard.tensor].dtype, shard.shape or number) for shard in shards
-        }
-        return make_header(arrays, self.metadata)
+        names, number = [shard.tensor for shard in self.files[file]], (1,) if self.keys else ()
+        arrays = ((self.tensors[shard.tensor].dtype, shard.shape or number) for shard in self.files[file])
+        return make_header(dict(zip(map(self.key_of, names), arrays, strict=True)), self.metadata)
 
     def key_of(self, tensor: str) -> str:
         """Return the key of a tensor in the files."""
@@ -151,9 +148,7 @@ def write_target(
             if len(target.files) < jobs:  # a thread to itself takes longest, and is not to begin last
                 written[name] = pool.submit(writer.write, name)
             tasks += [pool.submit(writer.verify, path) for path in sorted(needed - verified_paths)]
-            if (
-                name not in written
-            ):  # its sources are read from the disk once, in sequence, and then again from the cache
+            if name not in written:  # its sources are read from the disk once, in sequence, then again from the cache
                 written[name] = pool.submit(writer.write, name)
             tasks.append(written[name])
             verified_paths |= needed
@@ -229,9 +224,7 @@ class _TargetWriter:
                 digest.update(block.data)
                 write_all(handle, block.data.cast("B"))
                 position += block.nbytes
-                if (
-                    position - synced >= _WRITE_BACK_BYTES
-                ):  # begins to write what is not on the disk yet, forgets what is
+                if position - synced >= _WRITE_BACK_BYTES:  # begins to write what is not on the disk, forgets what is
                     forget_cached(handle, max(0, 2 * synced - position))
                     synced = position
                 self._add_progress(block.nbytes)

@@ -79,10 +79,8 @@ def task_for_plan(
         kept_tensors = without_optimizer_state(source.tensors) if weights_only else source.tensors
         given_map = padding_map(kept_tensors, {} if index is None else index.values, plan.spec.model)
     if weights_only:
-        given_map = replace(
-            given_map,
-            removed=given_map.removed | (source.tensors.keys() - without_optimizer_state(source.tensors).keys()),
-        )
+        states = source.tensors.keys() - without_optimizer_state(source.tensors).keys()
+        given_map = replace(given_map, removed=given_map.removed | states)
     files = {
         file: tuple(shard for shard in shards if shard.tensor in tensors) for file, shards in files_of(plan).items()
     }
@@ -171,9 +169,8 @@ def _as_if_padded(index: StateIndex, plan: LoweredPlan) -> StateIndex:
 
 
 def _without_steps(index: StateIndex) -> StateIndex:
-    return index.model_copy(
-        update={"steps_done": 0, "from_beginning": False, "tensors": without_optimizer_state(index.tensors)}
-    )
+    tensors = without_optimizer_state(index.tensors)
+    return index.model_copy(update={"steps_done": 0, "from_beginning": False, "tensors": tensors})
 
 
 def weights_of_layout(target_layout: ShardLayout) -> ShardLayout:
@@ -213,7 +210,7 @@ def padding_map(
         PipeproofError: PP214, the vocabularies differ in size, and the number of token ids is unknown or differs.
     """
     if isinstance(model, CustomModelSpec):  # without token ids
-        return _unchanged(source)
+        return identity_map(source)
     sizes = values.get(_SIZE, model.vocab_size), model.vocab_size
     ids = values.get(_KEY), model.unpadded_vocab_size
     if sizes[0] != sizes[1] and (ids[0] is None or ids[0] != ids[1]):
@@ -222,7 +219,7 @@ def padding_map(
         fix = f"where both have the same ids and only the padding differs, give {_KEY} in both plans"
         raise PipeproofError(SHAPE_MISMATCH.finding(message, help=fix))
     if sizes[0] == sizes[1]:
-        return _unchanged(source)
+        return identity_map(source)
     tensors, dropped = dict[str, TensorMap](), dict[str, tuple[Region, ...]]()
     for name, entry in source.items():
         dim = None if entry.kind == "counter" else VOCABULARY_DIM.get(weight_name(name) or "")
@@ -233,10 +230,6 @@ def padding_map(
             if entry.shape[dim] > model.num_token_ids:
                 dropped[name] = (whole_region(entry.shape).sliced(dim, model.num_token_ids, entry.shape[dim]),)
     return StateMap(tensors, dropped=dropped)
-
-
-def _unchanged(source: Mapping[str, TensorEntry]) -> StateMap:
-    return StateMap({name: identity_tensor(name, entry.dtype, entry.shape) for name, entry in source.items()})
 
 
 def with_vocabulary_of(values: Mapping[str, JsonValue], model: ModelSpec | CustomModelSpec) -> dict[str, JsonValue]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.state.checkpoint import HeldShard, ShardsByTensor, sharding_fault
 from pipeproof.state.regions import TilingFault
 from pipeproof.state.state_index import Shard, TensorEntry
@@ -56,11 +57,8 @@ def layout_of_files(
     plan: LoweredPlan | None = None,
 ) -> ShardLayout:
     """Return the layout of files, each written by one rank. A file without a rank is named by itself."""
-    held: dict[str, list[HeldShard]] = {}
-    for file, shards in files.items():
-        rank, path = ranks.get(file), Path(file)
-        for shard in shards:
-            held.setdefault(shard.tensor, []).append(HeldShard(shard, rank, path))
+    holders = ((shards, ranks.get(file), Path(file)) for file, shards in files.items())
+    held = grouped((shard.tensor, HeldShard(shard, rank, path)) for shards, rank, path in holders for shard in shards)
     return ShardLayout(name, tensors, {tensor: tuple(shards) for tensor, shards in held.items()}, plan)
 
 
@@ -76,12 +74,12 @@ def bad_shardings(layout: ShardLayout) -> Iterator[BadSharding]:
 
     Equal shardings are checked once.
     """
-    alike: dict[tuple[object, ...], list[str]] = {}
-    for name, tensor in layout.tensors.items():
-        held = layout.shards.get(name, ())
-        key = tensor.shape, tuple((entry.shard.offsets, entry.shard.extents, entry.shard.flat) for entry in held)
-        alike.setdefault(key, []).append(name)
-    for names in alike.values():
+
+    def sharding(name: str) -> object:
+        shards = (held.shard for held in layout.shards.get(name, ()))
+        return layout.tensors[name].shape, tuple((shard.offsets, shard.extents, shard.flat) for shard in shards)
+
+    for names in grouped((sharding(name), name) for name in layout.tensors).values():
         shards = [held.shard for held in layout.shards.get(names[0], ())]
         fault = sharding_fault(layout.tensors[names[0]].shape, shards)
         if fault is not None:
