@@ -193,12 +193,8 @@ def _comment(spec: PlanSpec, path: KeyPath) -> str:
     for key in path[:-1]:
         section = getattr(section, str(key), None)
     fields = type(section).model_fields if isinstance(section, BaseModel) else {}
-    model_field = fields.get(str(path[-1]))
-    return (
-        ""
-        if model_field is None or model_field.description is None
-        else model_field.description.split(". ")[0].rstrip(".")
-    )
+    description = getattr(fields.get(str(path[-1])), "description", None) or ""
+    return description.split(". ")[0].rstrip(".")
 
 
 def _wrapped(line: str) -> Iterator[str]:

@@ -91,7 +91,7 @@ class _Numbers:
 
     def __init__(self, status: RasStatus) -> None:
         self._status = status
-        largest = max(status.communicators.values(), key=lambda each: each.size, default=None)
+        largest = max(status.values(), key=lambda each: each.size, default=None)
         ranks: Mapping[int, RasRank] = {} if largest is None else largest.ranks
         self._known = {(rank.host, rank.pid, rank.gpu): number for number, rank in ranks.items() if rank.pid}
 
@@ -99,7 +99,7 @@ class _Numbers:
         return self._known.get((rank.host, rank.pid, rank.gpu), rank.rank)
 
     def ranks(self) -> Iterator[tuple[int, RasRank]]:
-        for communicator in self._status.communicators.values():
+        for communicator in self._status.values():
             for rank in communicator.ranks.values():
                 yield self.of(rank), rank
 
@@ -107,7 +107,7 @@ class _Numbers:
 def _counts(status: RasStatus) -> dict[tuple[str, int], dict[str, int]]:
     return {
         (name, number): rank.counts
-        for name, communicator in status.communicators.items()
+        for name, communicator in status.items()
         for number, rank in communicator.ranks.items()
     }
 
@@ -136,7 +136,7 @@ def _name(number: int, rank: RasRank) -> str:
 
 
 def _differences(status: RasStatus, numbers: _Numbers) -> Iterator[_Difference]:
-    for communicator in status.communicators.values():
+    for communicator in status.values():
         for op in sorted({op for rank in communicator.ranks.values() for op in rank.counts}):
             yield from _difference(communicator, op, numbers)
 

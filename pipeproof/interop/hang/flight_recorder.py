@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -216,9 +218,8 @@ def _read_content(path: Path) -> dict[str, Any]:
         message = f"`{path}` is no Flight Recorder dump: it asks for `{error}`, and a dump has plain values only"
         raise unreadable_dump(message, str(path)) from error
     except (UnreadablePickleError, UnicodeDecodeError) as error:
-        raise unreadable_dump(
-            f"`{path}` is no Flight Recorder dump, or is cut short: {error or type(error).__name__}", str(path)
-        ) from error
+        message = f"`{path}` is no Flight Recorder dump, or is cut short: {error or type(error).__name__}"
+        raise unreadable_dump(message, str(path)) from error
     if not isinstance(data, dict) or "version" not in data:
         raise unreadable_dump(f"`{path}` is no Flight Recorder dump: it has no version", str(path))
     if isinstance(data.get("entries"), list | tuple):
@@ -343,23 +344,16 @@ class _RawEntry:
         return self.group, is_p2p, self.entry["p2p_seq_id" if is_p2p else "collective_seq_id"]
 
 
+@dataclass
 class _Reader:
     """Converts a rank's entries into launches, and counts along its channels."""
 
-    def __init__(
-        self,
-        rank: int,
-        file: str,
-        groups: Mapping[str, Group],
-        members_by_group: Mapping[str, tuple[int, ...]],
-        version: str,
-    ) -> None:
-        self._rank = rank
-        self._file = file
-        self._groups = groups
-        self._members_by_group = members_by_group
-        self._version = version
-        self._counts: dict[tuple[Channel, str], int] = {}
+    rank: int
+    file: str
+    groups: Mapping[str, Group]
+    members_by_group: Mapping[str, tuple[int, ...]]
+    version: str
+    counts: defaultdict[tuple[Channel, str], Iterator[int]] = field(default_factory=lambda: defaultdict(count))
 
     def launches(self, entries: Sequence[Any]) -> list[Launch]:
         """Return the launches in the order of the entries; the entries of a batch are one launch."""
@@ -372,48 +366,48 @@ class _Reader:
             closing = closed.get(raw.batch)
             if closing is None:
                 entry = self._entry(raw, self._state(raw.entry), batched=False)
-                launches.append(Launch(self._rank, (entry,), entry.state, _queue(entry)))
+                launches.append(Launch(self.rank, (entry,), entry.state, _queue(entry)))
             elif raw.kind != END_OF_BATCH:
                 entry = self._entry(raw, self._state(closing.entry), batched=True)
                 open_.setdefault(raw.batch, []).append(entry)
             elif members := open_.pop(raw.batch, None):
-                launches.append(Launch(self._rank, tuple(members), members[0].state, (raw.group, "group")))
+                launches.append(Launch(self.rank, tuple(members), members[0].state, (raw.group, "group")))
         return launches
 
     def _raw(self, index: int, entry: Any) -> _RawEntry:
         missing = [name for name in _FIELDS if not isinstance(entry, Mapping) or name not in entry]
         if missing:
             raise unreadable_dump(
-                f"`{self._file}`: entry {index} has no `{missing[0]}` (version {self._version} of the format)",
-                self._file,
+                f"`{self.file}`: entry {index} has no `{missing[0]}` (version {self.version} of the format)",
+                self.file,
                 help="write the dumps with a newer PyTorch",
             )
         backend, _, name = str(entry["profiling_name"]).partition(":")
         group = self._group(entry["process_group"])
         if not backend or not name:
-            raise unreadable_dump(f"`{self._file}`: entry {index} is named `{entry['profiling_name']}`", self._file)
+            raise unreadable_dump(f"`{self.file}`: entry {index} is named `{entry['profiling_name']}`", self.file)
         match = _P2P.fullmatch(name)
         if match is None:
             return _RawEntry(index, entry, group, name, None)
         ends = int(match["a"]), int(match["b"])
         if max(ends) >= len(group.ranks):
-            raise unreadable_dump(f"`{self._file}`: `{name}` names a rank outside of {group.title}", self._file)
+            raise unreadable_dump(f"`{self.file}`: `{name}` names a rank outside of {group.title}", self.file)
         src, dst = ends if match["kind"] == "send" else ends[::-1]
         return _RawEntry(index, entry, group, match["kind"], Channel(group, group.ranks[src], group.ranks[dst]))
 
     def _group(self, name_and_desc: Any) -> Group:
         name, desc = (str(part) for part in name_and_desc)
-        group = self._groups.get(name)
+        group = self.groups.get(name)
         if group is not None:
             return group
-        if "" not in self._groups:
-            raise unreadable_dump(f"`{self._file}`: `pg_config` does not have group {name} ({desc})", self._file)
-        return Group(name, desc, self._members_by_group[name])
+        if "" not in self.groups:
+            raise unreadable_dump(f"`{self.file}`: `pg_config` does not have group {name} ({desc})", self.file)
+        return Group(name, desc, self.members_by_group[name])
 
     def _state(self, entry: Mapping[str, Any]) -> State:
         state = _STATES.get(str(entry["state"]))
         if state is None:
-            raise unreadable_dump(f"`{self._file}`: `{entry['state']}` is no state", self._file)
+            raise unreadable_dump(f"`{self.file}`: `{entry['state']}` is no state", self.file)
         # Gloo has no events: an operation that is done is only marked as retired.
         is_gloo = str(entry["profiling_name"]).startswith("gloo:")
         return State.COMPLETED if is_gloo and entry.get("retired") else state
@@ -421,11 +415,9 @@ class _Reader:
     def _entry(self, raw: _RawEntry, state: State, *, batched: bool) -> Entry:
         number = int(raw.entry["collective_seq_id"])
         if raw.channel is not None:
-            key = (raw.channel, raw.kind)
-            number = self._counts.get(key, 0)
-            self._counts[key] = number + 1
+            number = next(self.counts[raw.channel, raw.kind])
         return Entry(
-            self._rank, raw.index, raw.kind, raw.group, number, raw.channel, batched, state,
+            self.rank, raw.index, raw.kind, raw.group, number, raw.channel, batched, state,
             _sizes(raw.entry["input_sizes"]), _sizes(raw.entry["output_sizes"]),
             tuple(map(str, raw.entry.get("input_dtypes") or raw.entry.get("output_dtypes") or ())),
             _user_location(raw.entry.get("frames") or ()),

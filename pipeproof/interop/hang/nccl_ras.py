@@ -56,11 +56,8 @@ class RasCommunicator:
     ranks: Mapping[int, RasRank]
 
 
-@dataclass(frozen=True)
-class RasStatus:
-    """Communicators of a job."""
-
-    communicators: Mapping[str, RasCommunicator]
+RasStatus = Mapping[str, RasCommunicator]
+"""The communicators of a job by their names."""
 
 
 def ask_ras(host: str, port: int = PORT, *, timeout_s: float = 10.0) -> RasStatus:
@@ -117,7 +114,7 @@ def status_from_json(output: str, address: str) -> RasStatus:
             communicators[name] = RasCommunicator(name, int(each["size"]), ranks)
     except MALFORMED as error:
         raise _refused(address, f"its JSON output is not understood: {error!r}") from error
-    return RasStatus(communicators)
+    return communicators
 
 
 def _json_rank(data: Mapping[str, Any]) -> RasRank:

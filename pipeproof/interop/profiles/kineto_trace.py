@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.foreign_text import MALFORMED, open_foreign_text
 from pipeproof.interop.json_stream import JsonStream
 from pipeproof.interop.profiles.profile_codes import unreadable
@@ -46,13 +45,9 @@ def read_kineto(path: Path) -> RankTrace:
     """
     try:
         with open_foreign_text(path) as stream:
-            return _Collected(path).read(JsonStream(stream, _refusal(path), MAX_TEXT))
+            return _Collected(path).read(JsonStream(stream, partial(unreadable, str(path), remedy=_AGAIN), MAX_TEXT))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise unreadable(str(path), f"the trace cannot be read: {error}", _AGAIN) from error
-
-
-def _refusal(path: Path) -> Callable[[str], BadPlanError]:
-    return lambda message: unreadable(str(path), message, _AGAIN)
 
 
 class _Collected:

@@ -73,14 +73,3 @@ def rank_of_name(name: str) -> int | None:
 def by_start(named: NamedRange) -> tuple[int, int]:
     """Sort key of ranges: by start, an enclosing range first."""
     return named.start_ns, -named.end_ns
-
-
-def union_ns(intervals: Sequence[tuple[int, int]]) -> int:
-    """Return the length of the union of intervals."""
-    total, covered = 0, None
-    for start, end in sorted(intervals):
-        if covered is None or start > covered:
-            total, covered = total + end - start, end
-        elif end > covered:
-            total, covered = total + end - covered, end
-    return total

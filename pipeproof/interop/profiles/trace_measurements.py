@@ -20,9 +20,10 @@ from typing import NamedTuple
 from pipeproof.diagnostics.problems import grouped
 from pipeproof.interop.profiles.op_ranges import OpRange, RankSteps, StepRanges, steps_of_trace
 from pipeproof.interop.profiles.profile_codes import not_assigned
-from pipeproof.interop.profiles.rank_trace import NamedRange, RankTrace, Work, union_ns
+from pipeproof.interop.profiles.rank_trace import NamedRange, RankTrace, Work
 from pipeproof.schedule.op_table import NONE, EdgeKind
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.programs import time_covered
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.verify.subject import Subject
 
@@ -216,7 +217,7 @@ class _TraceReader:
     def _optimizer_ns(self, start: int, end: int) -> int:
         if not self._trace.device:
             return end - start
-        return union_ns([(work.start_ns, work.end_ns) for work in self._in(start, end)])
+        return int(time_covered((work.start_ns, work.end_ns) for work in self._in(start, end)))
 
     def _in_range(self, each: OpRange) -> Sequence[Work]:
         return self._in(each.start_ns, each.end_ns)

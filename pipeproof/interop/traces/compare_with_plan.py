@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.interop.traces.trace_codes import OTHER_ORDER
 from pipeproof.interop.traces.trace_graph import call_text, position_text
 from pipeproof.interop.traces.trace_log import LoggedCall, Mark, RankLog
@@ -54,14 +55,10 @@ def plan_findings(logs: Sequence[RankLog], plan: LoadedPlan) -> Iterator[Finding
         yield OTHER_ORDER.finding(message, first)
         return
     for log in logs:
-        by_direction = _is_marked(log)
+        by_direction = any(call.is_message and call.mark is not None for call in log.calls)
         planned, recorded = _planned(graph, log.rank, by_direction), _recorded(log, by_direction)
         for sequence in sorted(planned.keys() | recorded.keys()):
             yield from _compare(log, sequence, planned.get(sequence, []), recorded.get(sequence, []))
-
-
-def _is_marked(log: RankLog) -> bool:
-    return any(call.is_message and call.mark is not None for call in log.calls)
 
 
 def _planned(graph: OpGraph, rank: int, by_direction: bool) -> dict[_Sequence, list[_PlannedMessage]]:
@@ -80,13 +77,12 @@ def _planned(graph: OpGraph, rank: int, by_direction: bool) -> dict[_Sequence, l
 
 
 def _recorded(log: RankLog, by_direction: bool) -> dict[_Sequence, list[LoggedCall]]:
-    messages: dict[_Sequence, list[LoggedCall]] = {}
-    for call in log.calls:
-        if call.is_message and call.peer is not None and (call.mark is not None or not by_direction):
-            direction = call.mark.kind or "" if call.mark is not None and by_direction else ""
-            sequence = ("sends", -1, "") if call.op == "send" else ("receives", call.peer, direction)
-            messages.setdefault(sequence, []).append(call)
-    return messages
+    def sequence(call: LoggedCall) -> _Sequence:
+        direction = call.mark.kind or "" if call.mark is not None and by_direction else ""
+        return ("sends", -1, "") if call.op == "send" else ("receives", call.peer or 0, direction)
+
+    messages = (call for call in log.calls if call.is_message and call.peer is not None)
+    return grouped((sequence(call), call) for call in messages if call.mark is not None or not by_direction)
 
 
 def _compare(

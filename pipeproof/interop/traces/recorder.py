@@ -141,23 +141,20 @@ class CallSink(ABC):
         """End the recording."""
 
     @contextmanager
-    def issuing(self, seq: int) -> Iterator[None]:
-        """Take the error that the call of an operation raises in the block."""
+    def issuing(self, *seqs: int) -> Iterator[None]:
+        """Take the error that the call of operations raises in the block."""
         try:
             yield
         except BaseException as error:
-            self.failed((seq,), error)
+            self.failed(seqs, error)
             raise
 
     @contextmanager
     def waiting(self, seqs: Sequence[int]) -> Iterator[None]:
         """Take a wait in the block, and the error that it raises."""
         self.waits(seqs)
-        try:
+        with self.issuing(*seqs):
             yield
-        except BaseException as error:
-            self.failed(seqs, error)
-            raise
 
     @property
     def in_batch(self) -> bool:
@@ -300,11 +297,14 @@ class Recorder(CallSink):
 
 
 def user_position() -> str:
-    """``file:line`` of the innermost frame outside the framework and the recorder; empty if there is none."""
+    """``file:line`` of the innermost frame outside the framework and the recorder; empty if there is none.
+
+    The name of a file in the working directory is relative to it.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _FRAMES_TO_SKIP:
-            return f"{_relative(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{frame.f_code.co_filename.removeprefix(str(Path.cwd()) + os.sep)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -322,12 +322,6 @@ def is_library(frame: FrameType) -> bool:
         return True
     file = frame.f_code.co_filename
     return file.startswith((_STANDARD_LIBRARY, "<frozen")) and not any(name in file for name in _SITE_PACKAGES)
-
-
-def _relative(file: str) -> str:
-    """Return a file's name relative to the working directory, if it is inside."""
-    prefix = str(Path.cwd()) + os.sep
-    return file.removeprefix(prefix)
 
 
 def _renewed(call: Call, version_of: Any) -> Call:
