@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain, repeat
+from typing import TypeVar
 
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.ops import Op, OpKind
@@ -88,6 +89,7 @@ def stages_of(programs: Programs) -> tuple[tuple[int, ...], ...]:
 
 
 Time = int | Fraction
+_AnyTime = TypeVar("_AnyTime", bound=Time | float)
 
 _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 Key = tuple[bool, int, int | None, int | None]
@@ -168,6 +170,17 @@ def most_held(changes: Iterable[tuple[Time | float, int]]) -> int:
     return max(accumulate((change for _, change in sorted(changes)), initial=0))
 
 
+def held_changes(
+    computations: Iterable[tuple[OpKind, _AnyTime, _AnyTime]], freed_at: OpKind = _W
+) -> Iterator[tuple[_AnyTime, int]]:
+    """Yield when activations are taken, at the start of F, and given back: at the end of B, or of ``freed_at``."""
+    for kind, start, end in computations:
+        if kind is _F:
+            yield start, 1
+        elif kind in (_B, freed_at):
+            yield end, -1
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Start and end of each computation, by rank and place in its program."""
@@ -191,13 +204,8 @@ class Timed:
 
     def peak(self, rank: int, freed_at: OpKind = OpKind.BACKWARD_WEIGHT) -> int:
         """Most chunk activations held at once: from the start of F to the end of B, or of ``freed_at`` (I or W)."""
-        changes: list[tuple[Time, int]] = []
-        for op, start, end in zip(self.programs[rank], self.starts[rank], self.ends[rank], strict=True):
-            if op.kind is _F:
-                changes.append((start, 1))
-            elif op.kind in (_B, freed_at):
-                changes.append((end, -1))
-        return most_held(changes)
+        kinds = (op.kind for op in self.programs[rank])
+        return most_held(held_changes(zip(kinds, self.starts[rank], self.ends[rank], strict=True), freed_at))
 
 
 def asap(schedule: Schedule, costs: StageCosts) -> Timed:

@@ -20,7 +20,7 @@ from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
-from pipeproof.schedule.programs import Timed, most_held, time_covered
+from pipeproof.schedule.programs import Timed, held_changes, most_held, time_covered
 from pipeproof.sim.fast_engine import Times
 
 Time = Fraction | int | float
@@ -108,13 +108,7 @@ class Timeline:
         return self.us(max(span.end for span in spans)) - self.us(min(span.start for span in spans))
 
     def _peak(self, rank: int, freed_at: OpKind) -> int:
-        changes: list[tuple[Time, int]] = []
-        for span, kind in self._compute[rank]:
-            if kind is OpKind.FORWARD:
-                changes.append((span.start, +1))
-            elif kind in (OpKind.BACKWARD, freed_at):
-                changes.append((span.end, -1))
-        return most_held(changes)
+        return most_held(held_changes(((kind, span.start, span.end) for span, kind in self._compute[rank]), freed_at))
 
     @cached_property
     def _compute(self) -> tuple[tuple[tuple[Span, OpKind], ...], ...]:

@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pipeproof.atomic_write import write_output
-from pipeproof.schedule.ops import SEND_KINDS
-from pipeproof.sim.timeline import Timeline
+from pipeproof.schedule.formats.op_text import kinds_of
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, PART_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
 from pipeproof.views.memory_curves import Curve, all_curves
-from pipeproof.views.trace_slices import Queue, Slices
 
 _Event = str
 """An event written out. A dict for each and its encoding would take most of the time of a large file."""
@@ -66,6 +67,91 @@ def write_trace(
         OSError: the file cannot be written.
     """
     write_output(path, trace_json(timeline, curves, about))
+
+
+Queue = tuple[int, str]
+"""A rank, and the name of one of its queues."""
+
+
+def _category(kind: OpKind) -> str:
+    if kind in COMPUTE_KINDS | PART_KINDS:
+        return "compute"
+    if kind in TRANSFER_KINDS:
+        return "transfer"
+    if kind in COLLECTIVE_KINDS:
+        return "collective"
+    return "wait" if kind is OpKind.WAIT else "other"
+
+
+_CATEGORIES: Mapping[OpKind, str] = MappingProxyType({kind: _category(kind) for kind in OpKind})
+
+
+def _is_short(span: Span) -> bool:
+    """True if it has no length; equal times are mostly one object, and fractions are slow to compare."""
+    return span.start is span.end or span.start == span.end
+
+
+class Slices:
+    """Row, time and content of each operation of a timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self._origin = timeline.first_start.as_integer_ratio()
+        self._tick_ns = (timeline.tick_us * 1000).as_integer_ratio()
+
+    @cached_property
+    def kinds(self) -> Mapping[str, OpKind]:
+        """The kind of each operation by its text."""
+        texts = [span.op for span in self.timeline.spans]
+        return dict(zip(texts, kinds_of(texts), strict=True))
+
+    @cached_property
+    def shown(self) -> tuple[Span, ...]:
+        """The spans that are drawn: all but those of no length, computations and transfers excepted."""
+        return tuple(
+            span
+            for span in self.timeline.spans
+            if span.queue != COMPUTE_QUEUE or self.kinds[span.op] in COMPUTE_KINDS or not _is_short(span)
+        )
+
+    @cached_property
+    def queues(self) -> tuple[Queue, ...]:
+        """The queues of each rank in order: the compute queue, then the channels by their labels."""
+        keys = {(span.rank, span.queue != COMPUTE_QUEUE, span.queue) for span in self.timeline.spans}
+        return tuple((rank, queue) for rank, _, queue in sorted(keys))
+
+    @cached_property
+    def rank_names(self) -> tuple[str, ...]:
+        """``rank 3 (pp 1, tp 1)``, with the axes on which ranks differ."""
+        ranks = self.timeline.ranks
+        used = {axis for coords in ranks for axis, coord in coords.items() if coord > 0}
+        names = []
+        for rank, coords in enumerate(ranks):
+            where = ", ".join(f"{axis} {coord}" for axis, coord in coords.items() if axis in used)
+            names.append(f"rank {rank} ({where})" if where else f"rank {rank}")
+        return tuple(names)
+
+    def category(self, span: Span) -> str:
+        """``compute``, ``transfer``, ``collective``, ``wait`` or ``other``."""
+        return _CATEGORIES[self.kinds[span.op]]
+
+    def nanoseconds(self, time: Time) -> int:
+        """A time since the timeline's first start, rounded half to even: what viewers store.
+
+        That is ``round`` of an exact fraction, in integers: there are two times for each of up to millions of spans.
+        """
+        (above, below), (first, first_below), (tick, tick_below) = time.as_integer_ratio(), self._origin, self._tick_ns
+        above, below = (above * first_below - first * below) * tick, below * first_below * tick_below
+        whole, rest = divmod(above, below)
+        return whole + (2 * rest > below or (2 * rest == below and whole % 2 == 1))
+
+    @cached_property
+    def messages(self) -> tuple[tuple[Span, Span], ...]:
+        """(send, receive) of each message, by step."""
+        transfers = {(span.step, span.op_id): span for span in self.timeline.spans if span.queue != COMPUTE_QUEUE}
+        keys = ((step, ids) for step in sorted({step for step, _ in transfers}) for ids in self.timeline.matches)
+        ends = ((transfers.get((step, send)), transfers.get((step, recv))) for step, (send, recv) in keys)
+        return tuple((send, recv) for send, recv in ends if send is not None and recv is not None)
 
 
 _Key = tuple[int, int, int, int, int, int, int]

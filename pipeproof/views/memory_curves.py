@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
-from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import held_changes
 from pipeproof.sim.memory_curve import MemoryCurve
 from pipeproof.sim.timeline import Time, Timeline
 
@@ -39,12 +39,7 @@ def activations_held(timeline: Timeline) -> Curve:
 
 
 def _held(timeline: Timeline, rank: int) -> Iterator[tuple[Time, int]]:
-    changes: list[tuple[Time, int]] = []
-    for span, kind in timeline.compute_spans(rank):
-        if kind is OpKind.FORWARD:
-            changes.append((span.start, +1))
-        elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
-            changes.append((span.end, -1))
+    changes = held_changes((kind, span.start, span.end) for span, kind in timeline.compute_spans(rank))
     held = before = 0
     for time, at_once in groupby(sorted(changes), key=lambda change: change[0]):
         held += sum(change for _, change in at_once)

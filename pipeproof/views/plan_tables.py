@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.text import Text
 from pipeproof.comm.accumulation_order import accumulation_of
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
-from pipeproof.diagnostics.problems import names_text, ranges_text, runs
+from pipeproof.diagnostics.problems import grouped, names_text, ranges_text, runs
 from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import CHILD_KINDS
@@ -45,10 +45,11 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
 
 def _boundaries(plan: LoweredPlan) -> Iterator[str]:
     """Tensors that cross between stages, in the largest micro-batch; by edge where the edges differ."""
-    edges_of: dict[tuple[Boundary, ...], list[int]] = {}
-    for number, edge in enumerate(plan.edges):
-        largest = max(edge.variants, key=lambda tensors: sum(prod(one.shape) for one in tensors))
-        edges_of.setdefault(largest, []).append(number)
+
+    def size(tensors: Sequence[Boundary]) -> int:
+        return sum(prod(one.shape) for one in tensors)
+
+    edges_of = grouped((max(edge.variants, key=size), number) for number, edge in enumerate(plan.edges))
     for tensors, edges in edges_of.items():
         after = f" after stage {ranges_text(edges, ', ')}" if len(edges_of) > 1 else ""
         for one in tensors:

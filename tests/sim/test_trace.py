@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.views.chrome_trace import ARRIVAL, trace_json
+from pipeproof.views.chrome_trace import ARRIVAL, Slices, trace_json
 from pipeproof.views.memory_curves import Curve, activations_held
-from pipeproof.views.trace_slices import Slices
 
 _STEP_NS = (
     Span(0, "compute", 0, "0F0", 10, 5_010),

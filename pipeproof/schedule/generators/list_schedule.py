@@ -32,7 +32,7 @@ from enum import Enum, auto
 from heapq import heappop, heappush
 from math import inf
 
-from pipeproof.schedule.generators.workload import Workload
+from pipeproof.schedule.generators.workload import Workload, in_index_order
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule
 
@@ -86,15 +86,7 @@ class ListSchedule:
 
     def schedule(self) -> Schedule:
         """The programs."""
-        programs = []
-        for choices in self.choices:
-            num_begun = dict.fromkeys(choices, 0)
-            program = []
-            for choice in choices:
-                program.append(Op(*choice, num_begun[choice]))
-                num_begun[choice] += 1
-            programs.append(tuple(program))
-        return Schedule(tuple(programs))
+        return Schedule(in_index_order(tuple(tuple(Op(*choice) for choice in choices) for choices in self.choices)))
 
 
 def list_schedule(work: Workload, rule: Rule) -> ListSchedule:

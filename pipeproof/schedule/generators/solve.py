@@ -64,13 +64,13 @@ class Progress:
 class Solution:
     """The schedule, its makespan, and the bound that no schedule is below, in the units of the costs.
 
-    ``seconds`` is how long it took on this machine.
+    ``seconds`` is how long the search took on this machine, None without one.
     """
 
     schedule: Schedule
     makespan: Time
     bound: Time
-    seconds: float
+    seconds: float | None = None
 
     @property
     def proved(self) -> bool:

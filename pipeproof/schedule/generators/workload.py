@@ -108,14 +108,8 @@ def make_workload(
     rank_of = _rank_of(stages_of)
     if num_micro_batches < 1:
         raise ValueError(f"{num_micro_batches} micro-batches are nothing to schedule")
-    times = [
-        _fractions(name, stage_times, len(rank_of))
-        for name, stage_times in (
-            ("forward", costs.forward),
-            ("backward_input", costs.backward_input),
-            ("backward_weight", costs.backward_weight),
-        )
-    ]
+    kinds = "forward", "backward_input", "backward_weight"
+    times = [_fractions(name, getattr(costs, name), len(rank_of)) for name in kinds]
     if min(times[0]) == 0:
         raise ValueError("a forward takes time; schedules of forwards that take none are not looked for")
     (latency,) = _fractions("latency", [costs.latency], 1)

@@ -158,14 +158,11 @@ _SAVED = (("embed_tokens.", "embed."), (".attn.norm.", ".attn.kv_norm."), ("hc_h
 
 def names_as_saved(stored: Iterable[str]) -> dict[str, str]:
     """Return the stored names that ``save_pretrained`` wrote, by the released ones that they stand for."""
-    released = {}
-    for name in stored:
-        of_release = name.removeprefix("model.")
-        for saved, part in _SAVED:
-            of_release = of_release.replace(saved, part)
-        if of_release != name:
-            released[of_release] = name
-    return released
+
+    def released(name: str) -> str:
+        return reduce(lambda text, parts: text.replace(*parts), _SAVED, name.removeprefix("model."))
+
+    return {of_release: name for name in stored if (of_release := released(name)) != name}
 
 
 def require_tables(checkpoint: Checkpoint, tables: Mapping[str, npt.NDArray[np.int64]]) -> None:

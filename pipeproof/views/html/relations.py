@@ -10,6 +10,7 @@ from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
 
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import (
     CHILD_KINDS,
@@ -75,7 +76,7 @@ class Relations:
 
     def before_on_host(self, i: int) -> int | None:
         """Last span to end on the rank's host before span i began, None for the first."""
-        return self._before(self._queue_ends[self.spans[i].rank, COMPUTE_QUEUE], i)
+        return self._before(self._queue_ends.get((self.spans[i].rank, COMPUTE_QUEUE), []), i)
 
     def before_on_queue(self, i: int) -> int | None:
         """Last span to end on a transfer's own queue before it began."""
@@ -83,7 +84,7 @@ class Relations:
 
     def transfer_before(self, i: int) -> int | None:
         """Last to end among the rank's transfers that were posted before span i and ended before it began."""
-        return self._before(self._transfer_ends[self.spans[i].rank], i)
+        return self._before(self._transfer_ends.get(self.spans[i].rank, []), i)
 
     def _before(self, ends: _Ends, i: int) -> int | None:
         span = self.spans[i]
@@ -94,22 +95,14 @@ class Relations:
 
     @cached_property
     def _queue_ends(self) -> dict[tuple[int, str], _Ends]:
-        result: dict[tuple[int, str], _Ends] = defaultdict(list)
-        for i, span in enumerate(self.spans):
-            result[span.rank, span.queue].append((span.end, span.step, span.op_id, i))
-        for ends in result.values():
-            ends.sort()
-        return result
+        ends = grouped(((s.rank, s.queue), (s.end, s.step, s.op_id, i)) for i, s in enumerate(self.spans))
+        return {queue: sorted(of_queue) for queue, of_queue in ends.items()}
 
     @cached_property
     def _transfer_ends(self) -> dict[int, _Ends]:
-        result: dict[int, _Ends] = defaultdict(list)
-        for (rank, queue), ends in self._queue_ends.items():
-            if queue != COMPUTE_QUEUE:
-                result[rank] += ends
-        for ends in result.values():
-            ends.sort()
-        return result
+        queues = ((rank, ends) for (rank, queue), ends in self._queue_ends.items() if queue != COMPUTE_QUEUE)
+        by_rank = grouped((rank, end) for rank, ends in queues for end in ends)
+        return {rank: sorted(ends) for rank, ends in by_rank.items()}
 
     @cached_property
     def _parents(self) -> dict[tuple[int, int, Op], int]:
@@ -120,10 +113,8 @@ class Relations:
     @cached_property
     def _members(self) -> dict[tuple[int, int], list[int]]:
         """(group, place among its collectives) to op ids."""
-        result: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for op_id in (self._graph.group != NONE).nonzero()[0].tolist():
-            result[int(self._graph.group[op_id]), int(self._graph.position[op_id])].append(op_id)
-        return result
+        group, position = self._graph.group, self._graph.position
+        return grouped(((int(group[i]), int(position[i])), i) for i in (group != NONE).nonzero()[0].tolist())
 
 
 # --- The bubbles of each rank, and what each of them is due to ---
