@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given
-from pipeproof.api.result import Records, Result, html_table, html_text, printed
+from pipeproof.api.result import Records, Result, html_table, html_text
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.check_plan import check as check_plan
 from pipeproof.verify.registry import ALL_RULES, Selection
-
-_WIDTH = 110
 
 
 class CheckResult(Report, Result):
@@ -46,9 +44,7 @@ class CheckResult(Report, Result):
         from pipeproof.diagnostics.text_output import render_text
 
         yield f"<p><b>{self.verdict.value}</b>, graph {self.digest[:12]}</p>"
-        yield html_text(
-            printed(_WIDTH, lambda console: render_text(self.findings, self.subject.source, console=console))
-        )
+        yield html_text(lambda console: render_text(self.findings, self.subject.source, console=console))
         yield html_table(self.to_records("in_flight"), "largest numbers of stored activations")
 
 

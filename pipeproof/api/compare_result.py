@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,8 @@ from pipeproof.analysis.compare.compare_text import comparison_data, render_comp
 from pipeproof.analysis.compare.compare_timelines import Comparison, compare_timelines
 from pipeproof.analysis.compare.timeline_files import TimelineFile, read_timeline, simulated_plan, with_common_layers
 from pipeproof.api.given_plan import GivenPlan, load_given
-from pipeproof.api.result import Records, Result, html_text, printed
+from pipeproof.api.result import Records, Result, html_text
 from pipeproof.diagnostics.units import time_text
-
-_WIDTH = 120
 
 
 class CompareResult(Result):
@@ -40,9 +39,7 @@ class CompareResult(Result):
         return {name: content[name] for name in ("steps", "kinds", "worst")}
 
     def _parts(self) -> Iterator[str]:
-        yield html_text(
-            printed(_WIDTH, lambda console: render_comparison(self.comparison, console, worst=10, note=self.note))
-        )
+        yield html_text(partial(render_comparison, self.comparison, worst=10, note=self.note), width=120)
 
 
 def compare(a: GivenPlan, b: GivenPlan, step: int | None = None) -> CompareResult:

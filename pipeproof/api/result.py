@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from fractions import Fraction
 from html import escape
@@ -15,6 +15,7 @@ from pipeproof.atomic_write import write_output
 
 if TYPE_CHECKING:
     import pandas as pd
+    from rich.console import Console
 
 Records = list[dict[str, Any]]
 
@@ -158,20 +159,15 @@ def html_table(records: Sequence[Mapping[str, Any]], title: str = "") -> str:
     return f"{above}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{below}"
 
 
-def html_text(text: str) -> str:
-    """Return text of the terminal as HTML; nothing of an empty one."""
-    return f"<pre>{escape(text.rstrip())}</pre>" if text.strip() else ""
-
-
-def printed(width: int, show: Any) -> str:
-    """Return what ``show(console)`` prints, without colours."""
+def html_text(show: Callable[[Console], None], width: int = 110) -> str:
+    """Return what ``show`` prints, without colours, as HTML; nothing of nothing."""
     from io import StringIO
 
     from rich.console import Console
 
     text = StringIO()
     show(Console(file=text, width=width, highlight=False, color_system=None, force_jupyter=False))
-    return text.getvalue()
+    return f"<pre>{escape(text.getvalue().rstrip())}</pre>" if text.getvalue().strip() else ""
 
 
 def _cell(value: object) -> str:

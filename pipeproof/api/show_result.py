@@ -7,11 +7,9 @@ from math import prod
 from typing import Any
 
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
-from pipeproof.api.result import Records, Result, html_text, printed
+from pipeproof.api.result import Records, Result, html_text
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.comm.op_graph import LoweredPlan
-
-_WIDTH = 110
 
 
 class ShowResult(Result):
@@ -53,7 +51,7 @@ class ShowResult(Result):
     def _parts(self) -> Iterator[str]:
         from pipeproof.views.plan_tables import render_show
 
-        yield html_text(printed(_WIDTH, lambda console: render_show(self.plan, console)))
+        yield html_text(lambda console: render_show(self.plan, console))
 
 
 def show(plan: GivenPlan, *, settings: Settings | None = None) -> ShowResult:

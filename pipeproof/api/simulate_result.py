@@ -66,6 +66,10 @@ class SimulateResult(Simulation, Result):
         """Part of all ranks' time within the makespan in which they do not compute."""
         return float(sum(own.bubble_makespan_ratio for own in self.figures) / len(self.figures))
 
+    @property
+    def _title(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
+
     def __repr__(self) -> str:
         """Return the makespan, the idle time, the largest memory peak, and a note about times."""
         peak = max(curve.peak for curve in self.memory)
@@ -104,8 +108,6 @@ class SimulateResult(Simulation, Result):
         return {"ranks": ranks, "ops": ops}
 
     def _parts(self) -> Iterator[str]:
-        from pipeproof.api.simulate_result import timeline_image
-
         yield f"<p><b>{time_text(self.makespan_us)}</b>, {self.idle_ratio:.1%} idle. {self.note}</p>"
         yield timeline_image(self.timeline, self.name)
         yield html_table(self.to_records("ranks"), "ranks, in microseconds and GiB")
@@ -115,9 +117,8 @@ class SimulateResult(Simulation, Result):
         from pipeproof.views.html.timeline_page import timeline_html
         from pipeproof.views.memory_curves import memory_held
 
-        title = f"{self.name} ({self.note})" if self.note else self.name
         curve = memory_held(self.timeline, self.memory)
-        return timeline_html(title, self.timeline, self.plan.graph, curve)
+        return timeline_html(self._title, self.timeline, self.plan.graph, curve)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the timeline as ``.html`` or ``.svg``, figures as ``.json``.
@@ -127,8 +128,7 @@ class SimulateResult(Simulation, Result):
             ValueError: the name has another ending.
         """
         if Path(path).suffix.lower() == ".svg":
-            title = f"{self.name} ({self.note})" if self.note else self.name
-            write_output(Path(path), schedule_svg(timed_of(self.timeline), title, in_us=True))
+            write_output(Path(path), schedule_svg(timed_of(self.timeline), self._title, in_us=True))
             return Path(path)
         return super().save(path)
 

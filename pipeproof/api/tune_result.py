@@ -12,10 +12,9 @@ from pipeproof.analysis.tune.present_step import TuneError
 from pipeproof.analysis.tune.search_layouts import tune as find_layouts
 from pipeproof.analysis.tune.tune_result import TuneResult as Tuned
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
-from pipeproof.api.result import Records, Result, html_table, html_text, noted, printed
+from pipeproof.api.result import Records, Result, html_table, html_text, noted
 from pipeproof.diagnostics.units import time_text
 
-_WIDTH = 110
 _FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "peak_gib", "why")
 
 
@@ -53,7 +52,7 @@ class TuneResult(Result):
     def _parts(self) -> Iterator[str]:
         from pipeproof.analysis.tune.tune_text import render_tune
 
-        yield html_text(printed(_WIDTH, lambda console: render_tune(self.tuned, console)))
+        yield html_text(lambda console: render_tune(self.tuned, console))
         yield html_table(self.to_records(), "layouts")
 
 

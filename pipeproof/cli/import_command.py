@@ -139,11 +139,8 @@ def _show(new_profile: Profile, output: Path | None, console: Console) -> None:
 
     source = new_profile.source
     assert source is not None
-    kinds = [
-        kind
-        for kind in ("F", "B", "I", "W", "STEP")
-        if any(op.kind == kind for s in new_profile.stages for op in s.ops)
-    ]
+    measured = {op.kind for stage in new_profile.stages for op in stage.ops}
+    kinds = [kind for kind in ("F", "B", "I", "W", "STEP") if kind in measured]
     medians: list[dict[str, str]] = [
         {op.kind: f"{op.whole.median_us / 1000:.3f}" for op in stage.ops} for stage in new_profile.stages
     ]

@@ -8,6 +8,7 @@ import os
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -139,14 +140,8 @@ def _unexpected(error: Exception) -> NoReturn:
     if type(error).__name__ == "SchemaError" and "KeyboardInterrupt" in str(error):  # pydantic wraps an interrupt
         echo("interrupted", err=True)
         sys.exit(ExitStatus.INTERRUPTED)
-    innermost_tb = error.__traceback__
-    while innermost_tb is not None and innermost_tb.tb_next is not None:
-        innermost_tb = innermost_tb.tb_next
-    line = (
-        ""
-        if innermost_tb is None
-        else f" at {Path(innermost_tb.tb_frame.f_code.co_filename).name}:{innermost_tb.tb_lineno}"
-    )
+    calls = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
+    line = f" at {Path(calls[-1][0]).name}:{calls[-1][1]}" if calls else ""
     text = " ".join(str(error).split())[:_MOST_ERROR_TEXT]
     echo(
         f"error: {type(error).__name__}: {text or 'without a text'}\n"

@@ -70,14 +70,5 @@ def _sample(kind: ScheduleKind) -> Schedule:
 
 def _backward_text(schedule: Schedule) -> str:
     """Return the backwards of a schedule: ``B``, ``I W`` or both, and pairs."""
-    kinds = _backward_kinds(schedule)
-    return " ".join([*kinds, "F+B"] if _overlaps(schedule) else kinds)
-
-
-def _backward_kinds(schedule: Schedule) -> list[str]:
     kinds = {op.kind for program in schedule.programs for op in program} - {OpKind.FORWARD}
-    return sorted(kinds)
-
-
-def _overlaps(schedule: Schedule) -> bool:
-    return any(schedule.pairs)
+    return " ".join([*sorted(kinds), *(["F+B"] if any(schedule.pairs) else [])])

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -30,7 +30,7 @@ from pipeproof.schedule.formats.inexpressible import InexpressibleError
 from pipeproof.schedule.formats.read_schedule import write_schedule
 from pipeproof.schedule.generators.workload import make_workload
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
-from pipeproof.schedule.programs import Schedule, StageCosts, Time, Timed, UnfitSizesError, asap, stages_of
+from pipeproof.schedule.programs import Schedule, StageCosts, Timed, UnfitSizesError, asap, stages_of
 from pipeproof.sim.timeline import RankFigures, figures_of, figures_to_json, number_to_json, timeline_of
 from pipeproof.specs.cost import cost_source, placeholder_note
 from pipeproof.specs.load_plan import LoadedPlan
@@ -40,6 +40,9 @@ from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict, check_sc
 from pipeproof.views.schedule_svg import schedule_svg
 from pipeproof.views.tables import print_lines
 from pipeproof.views.timeline_text import TimeText, figures_lines, render_timeline
+
+if TYPE_CHECKING:
+    from pipeproof.schedule.generators.solve import Progress, Solution
 
 MOST_COMPUTATIONS = 200_000
 """Most computations of a schedule that is shown: its picture takes about a tenth of a millisecond for each."""
@@ -55,7 +58,7 @@ class SelectedSchedule:
     time_text: TimeText
     placeholder_note: str
     cost_source: str
-    bounded: BoundedSchedule | None
+    bounded: Solution | None
 
     @property
     def timed(self) -> Timed:
@@ -186,20 +189,18 @@ def _render(shown: SelectedSchedule, verdict: ScheduleVerdict | None, console: C
     timeline = timeline_of(shown.timed)
     render_timeline(timeline, console, _title(shown.plan), shown.time_text)
     console.print()
-    console.print(
-        Text(_costs_text(shown.costs, str if shown.time_text is number_text else shown.time_text)), soft_wrap=True
-    )
+    text = str if shown.time_text is number_text else shown.time_text
+    console.print(Text(_costs_text(shown.costs, text)), soft_wrap=True)
     if shown.placeholder_note:
         console.print(Text(shown.placeholder_note), soft_wrap=True)
     figures = ((str(of_rank.rank), of_rank) for of_rank in figures_of(timeline))
     print_lines(figures_lines(figures, shown.time_text), console)
-    for line in () if shown.bounded is None else shown.bounded.lines(shown.time_text):
+    for line in () if shown.bounded is None else _bound_lines(shown.bounded, shown.time_text):
         console.print(Text(line), soft_wrap=True)
     if verdict is None:
         return
     style = {Outcome.ROBUST: "green", Outcome.CONDITIONAL: "yellow", Outcome.WRONG: "bold red"}[verdict.outcome]
-    text = Text.assemble("deadlock: ", (verdict.outcome, style), f": {verdict.reason}")
-    console.print(text, soft_wrap=True)
+    console.print(Text.assemble("deadlock: ", (verdict.outcome, style), f": {verdict.reason}"), soft_wrap=True)
 
 
 def _title(plan: LoadedPlan) -> str:
@@ -275,52 +276,42 @@ def _rank_to_json(schedule: Schedule, timed: Timed, figures: RankFigures, stages
     }
 
 
-@dataclass(frozen=True, slots=True)
-class BoundedSchedule:
-    """A schedule with its makespan and bound in the unit of its costs; ``seconds`` of a search, None without one."""
-
-    schedule: Schedule
-    makespan: Time
-    bound: Time
-    seconds: float | None = None
-
-    def lines(self, text: TimeText) -> Iterator[str]:
-        """Sentences about the bound; ``text`` writes times."""
-        makespan, bound = (text(Fraction(time)) for time in (self.makespan, self.bound))
-        if self.makespan == self.bound:
-            took = "" if self.seconds is None else f" ({time_text(self.seconds * 1e6)})"
-            yield f"makespan {makespan}: proved, no schedule of these stages is shorter{took}"
-            return
-        yield f"makespan {makespan}: not proved to be the shortest; none is below {bound}"
-        if self.seconds is None:
-            yield "`--time-limit SECONDS` searches for a shorter one, and proves a higher bound"
-        else:
-            gap = float((self.makespan - self.bound) / self.makespan)
-            yield f"gap {gap:.1%} after {time_text(self.seconds * 1e6)}; a longer --time-limit may close it"
+def _bound_lines(solution: Solution, text: TimeText) -> Iterator[str]:
+    """Sentences about the bound; ``text`` writes times."""
+    makespan, bound = (text(Fraction(time)) for time in (solution.makespan, solution.bound))
+    if solution.proved:
+        took = "" if solution.seconds is None else f" ({time_text(solution.seconds * 1e6)})"
+        yield f"makespan {makespan}: proved, no schedule of these stages is shorter{took}"
+        return
+    yield f"makespan {makespan}: not proved to be the shortest; none is below {bound}"
+    if solution.seconds is None:
+        yield "`--time-limit SECONDS` searches for a shorter one, and proves a higher bound"
+    else:
+        yield f"gap {solution.gap:.1%} after {time_text(solution.seconds * 1e6)}; a longer --time-limit may close it"
 
 
-def bounded(spec: PlanSpec, schedule: Schedule, costs: StageCosts, time_limit_s: int | None) -> BoundedSchedule:
+def bounded(spec: PlanSpec, schedule: Schedule, costs: StageCosts, time_limit_s: int | None) -> Solution:
     """Return a schedule of kind ``optimal`` with its bound; with a time limit, the best that the solver finds.
 
     Raises:
         BadPlanError: OR-tools is missing (PP142), or the times are too fine for it (PP140).
     """
+    from pipeproof.schedule.generators.solve import Solution
+
     work_of = stages_of(schedule.programs), spec.schedule.num_micro_batches, costs, spec.schedule.memory_limit
     try:
         if time_limit_s is None:
             work = make_workload(*work_of)
             ticks = work.least_makespan()
-            return BoundedSchedule(schedule, asap(schedule, costs).makespan, work.in_units(ticks))
+            return Solution(schedule, asap(schedule, costs).makespan, work.in_units(ticks))
         return _solved(work_of, time_limit_s)
     except UnfitSizesError as error:
         finding = UNFIT_SCHEDULE.finding(str(error), help=error.help)
         raise BadPlanAtError(finding, error.key) from error
 
 
-def _solved(
-    work_of: tuple[tuple[tuple[int, ...], ...], int, StageCosts, int | None], time_limit_s: int
-) -> BoundedSchedule:
-    from pipeproof.schedule.generators.solve import Progress, solve
+def _solved(work_of: tuple[tuple[tuple[int, ...], ...], int, StageCosts, int | None], time_limit_s: int) -> Solution:
+    from pipeproof.schedule.generators.solve import solve
 
     hint = "Ctrl-C keeps the best schedule so far"
     with showing_progress(f"solving; {hint}") as show:
@@ -329,8 +320,7 @@ def _solved(
             best, bound = (number_text(Fraction(time)) for time in (so_far.makespan, so_far.bound))
             show(f"solving: {best}, at best {bound}; {hint}", 0, 0)
 
-        solution = solve(*work_of, time_limit_s=time_limit_s, on_progress=on_progress)
-    return BoundedSchedule(solution.schedule, solution.makespan, solution.bound, solution.seconds)
+        return solve(*work_of, time_limit_s=time_limit_s, on_progress=on_progress)
 
 
 def require_optimal(kind: str, time_limit_s: int | None) -> None:

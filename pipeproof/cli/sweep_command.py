@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.cli.option_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
@@ -69,17 +70,7 @@ def _points(plan: Path, source: PlanSource) -> Sweep:
 def _results(sweep: Sweep, workers: int | None) -> tuple[PointResult, ...]:
     from pipeproof.analysis.sweep.run_sweep import run_sweep
 
-    try:
-        with showing_progress("points") as on_progress:
-            done = 0
-            on_progress("points", done, len(sweep.points))
-
-            def count(result: PointResult) -> None:
-                nonlocal done
-                done += 1
-                on_progress("points", done, len(sweep.points))
-
-            return run_sweep(sweep, num_workers=workers, on_result=count)
-    except KeyboardInterrupt:
-        echo("interrupted", err=True)
-        sys.exit(ExitStatus.INTERRUPTED)
+    done, total = count(1), len(sweep.points)
+    with showing_progress("points") as on_progress:
+        on_progress("points", 0, total)
+        return run_sweep(sweep, num_workers=workers, on_result=lambda _: on_progress("points", next(done), total))

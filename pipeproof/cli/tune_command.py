@@ -87,16 +87,10 @@ def tune(
             from pipeproof.specs.cost import DeviceName
 
             framework = framework or tuned.framework or "megatron"
-            options |= {
-                "device": _required(
-                    device or tuned.device,
-                    "--device",
-                    f"the plan names no device; known are {', '.join(get_args(DeviceName))}",
-                ),
-                "global_batch": _required(
-                    global_batch or tuned.global_batch, "--global-batch", "only a plan has a batch"
-                ),
-            }
+            unknown = f"the plan names no device; known are {', '.join(get_args(DeviceName))}"
+            options["device"] = _required(device or tuned.device, "--device", unknown)
+            batch = global_batch or tuned.global_batch
+            options["global_batch"] = _required(batch, "--global-batch", "only a plan has a batch")
         result = _search(tuned, {"framework": framework, **options})
         if output is not None:
             _write(result, output)

@@ -25,6 +25,7 @@ from pipeproof.diagnostics.finding import (
     Witness,
     by_cause,
 )
+from pipeproof.diagnostics.problems import grouped
 from pipeproof.diagnostics.source import Sources
 
 if TYPE_CHECKING:
@@ -106,17 +107,9 @@ def _without_copies(
     groups: Sequence[tuple[Finding, list[Finding]]],
 ) -> tuple[list[tuple[Finding, list[Finding]]], dict[Finding, list[Finding]]]:
     """The groups without those whose finding is that of an earlier one but for its numbers, and these by that one."""
-    first: dict[tuple[object, ...], Finding] = {}
-    shown: list[tuple[Finding, list[Finding]]] = []
-    copies: dict[Finding, list[Finding]] = {}
-    for group in groups:
-        finding = group[0]
-        same = first.setdefault(_fault(finding), finding)
-        if same is finding:
-            shown.append(group)
-        else:
-            copies.setdefault(same, []).append(finding)
-    return shown, copies
+    alike = grouped((_fault(group[0]), group) for group in groups).values()
+    copies = {first[0]: [finding for finding, _ in more] for first, *more in alike if more}
+    return [first for first, *_ in alike], copies
 
 
 def _fault(finding: Finding) -> tuple[object, ...]:

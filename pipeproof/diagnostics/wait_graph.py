@@ -79,11 +79,9 @@ class WaitGraph(Generic[Node]):
         """Add a wait of a node for another one; of several, one that blocks is kept, and of these the longest."""
         self._waits.setdefault(other, {})
         waits = self._waits.setdefault(node, {})
-        earlier_wait = waits.get(other)
-        if earlier_wait is None or (not wait.is_mutual, wait.seconds) > (
-            not earlier_wait.is_mutual,
-            earlier_wait.seconds,
-        ):
+        earlier = waits.get(other)
+        weight = not wait.is_mutual, wait.seconds
+        if earlier is None or weight > (not earlier.is_mutual, earlier.seconds):
             waits[other] = wait
 
     def waits(self, node: Node) -> Mapping[Node, Wait]:

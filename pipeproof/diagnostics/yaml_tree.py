@@ -77,10 +77,8 @@ class EventStream:
             return self._parser.get_event()
         except yaml.MarkedYAMLError as error:
             raise _syntax_error(error, self._file) from error
-        except (
-            ValueError,
-            OverflowError,
-        ) as error:  # the scanner turns digits of escapes and versions into numbers unchecked
+        except (ValueError, OverflowError) as error:
+            # The scanner turns digits of escapes and versions into numbers unchecked.
             mark = self._parser.get_mark()
             location = Location(self._file, mark.line + 1, mark.column + 1)
             raise TextError(location, "not valid YAML: an escape or a version number is out of range") from error
@@ -124,11 +122,9 @@ def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> TextError:
 
 def _unprintable(text: str, error: ReaderError, file: str) -> TextError:
     before = LINE_BREAK.split(text[: error.position])
-    return TextError(
-        Location(file, len(before), len(before[-1]) + 1),
-        f"the control character U+{ord(text[error.position]):04X} is not allowed in YAML",
-        help="remove it, or write it as an escape inside double quotes",
-    )
+    location = Location(file, len(before), len(before[-1]) + 1)
+    message = f"the control character U+{ord(text[error.position]):04X} is not allowed in YAML"
+    return TextError(location, message, "remove it, or write it as an escape inside double quotes")
 
 
 MAX_DEPTH: Final = 32
@@ -226,11 +222,8 @@ class _Builder:
         self._events.next()  # the end of the document
         event = self._events.next()
         if not isinstance(event, events.StreamEndEvent):
-            raise TextError(
-                self._events.location(event),
-                "a second document begins here, and a plan is one",
-                help="remove the line `---`, or keep each plan in a file of its own",
-            )
+            fix = "remove the line `---`, or keep each plan in a file of its own"
+            raise TextError(self._events.location(event), "a second document begins here, and a plan is one", fix)
         return data
 
     def _node(self, path: KeyPath, *, depth: int, key_location: Location | None) -> object:
@@ -276,15 +269,8 @@ class _Builder:
     def _repeated_key(self, path: KeyPath, location: Location, depth: int) -> None:
         """Report the key and skip its value; the positions of the first one stay."""
         first = self._source.keys[path]
-        self._problems.append(
-            Finding(
-                "PP103",
-                Severity.ERROR,
-                f"the key `{shortened(str(path[-1]))}` is repeated here; line {first.line} has it already",
-                location,
-                "remove one of the two",
-            )
-        )
+        message = f"the key `{shortened(str(path[-1]))}` is repeated here; line {first.line} has it already"
+        self._problems.append(Finding("PP103", Severity.ERROR, message, location, "remove one of the two"))
         source, self._source = self._source, SourceMap(self._source.file, ())
         self._node(path, depth=depth + 1, key_location=None)
         self._source = source
@@ -321,11 +307,8 @@ class _Builder:
     def _alias(self, event: Any) -> object:
         name = shortened(event.anchor)
         if event.anchor not in self._anchors:
-            raise TextError(
-                self._events.location(event),
-                f"the alias `*{name}` has no anchor before it",
-                help=f"mark the value to repeat with `&{name}`, or quote the text",
-            )
+            fix = f"mark the value to repeat with `&{name}`, or quote the text"
+            raise TextError(self._events.location(event), f"the alias `*{name}` has no anchor before it", fix)
         anchored = self._anchors[event.anchor]
         if anchored is None:
             raise TextError(self._events.location(event), f"the alias `*{name}` is inside its own value")

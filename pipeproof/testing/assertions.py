@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
@@ -71,20 +71,17 @@ def unfit(report: Report, allow: Collection[str] = (), *, strict: bool = False) 
 
 def report_text(report: Report) -> str:
     """Return the text of ``pipeproof check`` for a report, without colours."""
-    console, text = _console()
-    render_report(report, console, BRIEF)
-    return text.getvalue().rstrip()
+    return _text(lambda console: render_report(report, console, BRIEF))
 
 
 def findings_text(findings: Iterable[Finding], source: SourceMap | None) -> str:
     """Return the text of ``pipeproof check`` for a plan that cannot be loaded, without colours."""
-    console, text = _console()
-    render_text(findings, source, console=console)
-    return text.getvalue().rstrip()
+    return _text(lambda console: render_text(findings, source, console=console))
 
 
-def _console() -> tuple[Console, io.StringIO]:
+def _text(show: Callable[[Console], None]) -> str:
     from rich.console import Console
 
     text = io.StringIO()
-    return Console(file=text, width=120, no_color=True, highlight=False), text
+    show(Console(file=text, width=120, no_color=True, highlight=False))
+    return text.getvalue().rstrip()
