@@ -1,7 +1,5 @@
 """``pipeproof schedule convert``: files in and out, findings at their place, and nothing left out silently."""
 
-from pathlib import Path
-
 import pytest
 
 from pipeproof.cli.schedule_command import FORMATS
@@ -9,7 +7,6 @@ from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS, write_sche
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from tests.cli.commands import invoke
 
-FILES = Path(__file__).parents[1] / "schedule" / "files"
 FORMS = {
     "text": "rank 0: 0F0 0B0\nrank 1: 1F0 1B0\n",
     "csv": "0F0,0B0\n1F0,1B0\n",

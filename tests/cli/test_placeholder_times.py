@@ -137,7 +137,3 @@ def test_given_times_stay_per_stage_and_are_explained(plan):
     assert NOTE not in text
     forward = next(k for k in json.loads(invoke("compare", a, b, "--format", "json"))["kinds"] if k["kind"] == "F")
     assert forward["median_ratio"] == 1
-
-
-MEGATRON = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 512 --num-attention-heads 8 \
---seq-length 128 --micro-batch-size 1 --global-batch-size 32 --pipeline-model-parallel-size 4 --vocab-size 50257"

@@ -7,7 +7,6 @@ import pytest
 from tests.cli.commands import EXAMPLES, invoke
 from tests.state.tiny import files_below
 
-EXAMPLE = EXAMPLES / "gpt_pp4.yaml"
 PROGRAM = EXAMPLES / "schedules" / "two_by_two.txt"
 CSV = EXAMPLES / "schedules" / "zbv_pp2.csv"
 LOGS = EXAMPLES / "recording" / "crossed"

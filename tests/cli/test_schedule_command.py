@@ -179,27 +179,6 @@ def test_an_unknown_kind_names_the_nearest():
     assert "there is no schedule 'file'" in refused("file", *SIZES)
 
 
-WRONG = {
-    ("dualpipe", "-p", 3, "-m", 8): ("3 ranks are odd", "use 2 or 4"),
-    ("dualpipe", "-p", 4, "-m", 6): ("4 ranks need 8 micro-batches", "use 8"),
-    ("interleaved", "-p", 4, "-m", 9, "--set", "schedule.variant=megatron"): ("9 leaves 1", "use 8 or 12"),
-    ("interleaved", *SIZES, "-v", 1): ("schedule.num_chunks is 1", "num_chunks to 2"),
-    ("gpipe", *SIZES, "-v", 2): ("one stage on each rank", "num_chunks to 1"),
-    ("gpipe", *SIZES, "--set", "schedule.variant=torch"): ("schedule.variant is torch", "remove the key"),
-    ("1f1b", *SIZES, "--set", "schedule.num_sequence_splits=2"): ("num_sequence_splits is 2", "use kind seq1f1b"),
-    ("1f1b", *SIZES, *times(forward="[1, 1]")): ("2 entries", ""),
-    ("1f1b", *SIZES, *times(forward=0)): ("`forward_us` must be more than 0", ""),
-    ("1f1b", "-p", 1024, "-m", 100_000): ("204,800,000 computations, more than the 200,000", "fewer micro-batches"),
-    ("1f1b", "-p", 1024, "-m", 100_000, "--as", "csv"): ("more than the 5,000,000", "num_micro_batches to at most 325"),
-    ("seq1f1b", "-p", 4, "-m", 100_000, "--set", "schedule.num_sequence_splits=2"): (
-        "1,600,000 computations",
-        "fewer micro-batches",
-    ),
-    ("1f1b", "-p", 0, "-m", 8): ("'-p' / '--ranks'", ""),
-    ("1f1b", "-p", 4): ("-m is missing", ""),
-}
-
-
 @pytest.mark.parametrize("form", [(), ("--format", "json"), ("--as", "svg"), ("--as", "csv")], ids=" ".join)
 @pytest.mark.parametrize("kind", SCHEDULE_KINDS)
 def test_a_huge_schedule_is_refused_before_it_is_generated(monkeypatch, kind, form):

@@ -11,7 +11,6 @@ from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
 IMPORTING = EXAMPLES / "importing"
 GOOD, BAD = EXAMPLES / "gpt_pp4.yaml", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"
 BROKEN = REPOSITORY / "tests" / "specs" / "broken" / "unknown_keys.yaml"
-SMALL, CORRUPTING = EXAMPLES / "gpt_pp2_text.yaml", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"
 PUBLISHED = EXAMPLES / "published" / "llama3_405b.yaml"
 
 COMMANDS = (

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +9,6 @@ from pipeproof.diagnostics.finding import PipeproofError, Severity
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.features import FEATURES, TOPOLOGIES, mixed
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture

@@ -162,9 +162,6 @@ def test_closed_forms_hold_inside_and_fail_outside(kind, docs):
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-UNITS = [f"--set=cost.{part}_us=1" for part in ("forward", "backward_input", "backward_weight")]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
     """Block by block as in the program, from left to right by time; of a pair the forward above the backward."""

@@ -15,7 +15,6 @@ from tests.plans import plan_dict
 
 pytestmark = pytest.mark.needs_torch
 
-NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 0.02}}
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "expert_bias_rate": 0.01}
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
+from pipeproof.specs.schedule import ScheduleFileError
 
 REAL = Path(__file__).parents[1] / "goldens" / "real_configs"
 
@@ -26,13 +27,18 @@ def codes(report):
     return sorted({finding.code for finding in report.findings} - {"PP172"})
 
 
+def errors(made):
+    return [finding.code for finding in check_imported(made).errors]
+
+
 def only(report, code):
     (finding,) = [finding for finding in report.findings if finding.code == code]
     return finding
 
 
 def refusal(reader, *arguments, **options):
-    """The first finding with which a reader refuses its files."""
-    with pytest.raises(PlanFileError) as caught:
+    """The only finding with which a reader refuses its files."""
+    with pytest.raises((PlanFileError, ScheduleFileError)) as caught:
         reader(*arguments, **options)
-    return caught.value.findings[0]
+    (finding,) = caught.value.findings
+    return finding

@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import check_imported
-from tests.interop.importing import codes, imported, judged, only
+from tests.interop.importing import codes, imported, judged, only, refusal
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 
@@ -35,9 +35,7 @@ def of(path, **change):
 
 def refused(path, **change):
     lines = "".join(f"{key}: {value}\n" for key, value in (KIT | change).items() if value is not None)
-    with pytest.raises(PlanFileError) as caught:
-        judged("ernie", path, lines)
-    return caught.value.findings[0]
+    return refusal(judged, "ernie", path, lines)
 
 
 def test_a_configuration_is_a_plan_with_places(tmp_path):

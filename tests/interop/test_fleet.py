@@ -19,7 +19,7 @@ from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.verify.provenance import DATA_SENDS
-from tests.interop.importing import codes, imported, judged
+from tests.interop.importing import codes, imported, judged, refusal
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 
@@ -58,18 +58,14 @@ def test_mappings_are_read_as_the_saved_strategy(tmp_path, name):
     given = imported("fleet", tmp_path, FORMS[name], name=name, settings=SEQUENCE_PARALLEL)
     assert given.plan == expected.plan
     wrong = FORMS[name].replace("mp_degree", "mp_degre")
-    with pytest.raises(PlanFileError) as refused:
-        imported("fleet", tmp_path, wrong, name=name, settings={})
-    (finding,) = refused.value.findings
+    finding = refusal(imported, "fleet", tmp_path, wrong, name=name, settings={})
     assert finding.help == "did you mean `mp_degree`?"
     line, column = finding.location.line - 1, finding.location.column - 1
     assert wrong.splitlines()[line][column:].lstrip("\"'").startswith("mp_degre")
 
 
 def test_a_python_file_is_refused_with_the_two_lines_to_run(tmp_path):
-    with pytest.raises(PlanFileError) as refused:
-        imported("fleet", tmp_path, "strategy = DistributedStrategy()\n", name="train.py", settings={})
-    (finding,) = refused.value.findings
+    finding = refusal(imported, "fleet", tmp_path, "strategy = DistributedStrategy()\n", name="train.py", settings={})
     python, command = re.findall("`([^`]*)`", finding.help)
     assert python == 'strategy.save_to_prototxt("strategy.prototxt")'
     assert command == "pipeproof check --from fleet strategy.prototxt"
@@ -224,9 +220,7 @@ def test_the_mend_counts_the_bytes_that_plans_move(tmp_path, tp):
     ],
 )
 def test_a_text_that_is_no_strategy(tmp_path, text, line, words):
-    with pytest.raises(PlanFileError) as caught:
-        fleet(tmp_path, text)
-    (finding,) = caught.value.findings
+    finding = refusal(fleet, tmp_path, text)
     assert finding.code == "PP170"
     assert words in f"{finding.message} {finding.help}"
     assert finding.location.line == line

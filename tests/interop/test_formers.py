@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import load_imported
-from tests.interop.importing import codes, imported, judged, only
+from tests.interop.importing import codes, imported, judged, only, refusal
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 
@@ -26,12 +26,6 @@ INTERLEAVED = {
 
 def of(path, job, **flags):
     return judged("paddleformers", path, job, **flags)
-
-
-def refused(path, settings):
-    with pytest.raises(PlanFileError) as caught:
-        of(path, settings)
-    return caught.value.findings[0]
 
 
 def test_a_job_that_a_guard_saves_is_a_warning_at_the_users_own_line(tmp_path):
@@ -139,7 +133,7 @@ def test_which_of_fleets_classes_runs(tmp_path, change, variant):
     ],
 )
 def test_what_fleet_or_the_trainer_refuses(tmp_path, change, words):
-    finding = refused(tmp_path, INTERLEAVED | change)
+    finding = refusal(of, tmp_path, INTERLEAVED | change)
     assert finding.code == "PP171"
     assert words in finding.message
     assert finding.location is not None
@@ -161,7 +155,7 @@ def test_what_fleet_or_the_trainer_refuses(tmp_path, change, words):
     ],
 )
 def test_what_cannot_be_read(tmp_path, settings, words):
-    finding = refused(tmp_path, settings)
+    finding = refusal(of, tmp_path, settings)
     assert finding.code == "PP170"
     assert words in finding.message
 
@@ -183,7 +177,7 @@ def test_a_file_wins_over_its_base_and_a_place_is_in_the_file_that_says_it(tmp_p
     [("sequence_paralel", "sequence_parallel"), ("pipeline_model_parallel_sizes", "pipeline_model_parallel_size")],
 )
 def test_a_misspelt_setting_is_refused(tmp_path, name, known):
-    finding = refused(tmp_path, GUARDED | {name: 2})
+    finding = refusal(of, tmp_path, GUARDED | {name: 2})
     assert (finding.code, finding.help) == ("PP170", f"did you mean `{known}`?")
     assert finding.location.line == 1
 
@@ -220,9 +214,7 @@ Distributed:
     ],
 )
 def test_a_file_of_another_trainer_is_refused(tmp_path, text, line, message, help):
-    with pytest.raises(PlanFileError) as caught:
-        imported("paddleformers", tmp_path, text)
-    (finding,) = caught.value.findings
+    finding = refusal(imported, "paddleformers", tmp_path, text)
     assert (finding.code, finding.location.line) == ("PP170", line)
     assert message in finding.message
     assert help in finding.help
@@ -257,7 +249,7 @@ def test_flags_and_a_model_configuration_leave_nothing_to_assume(tmp_path):
 
 
 def test_what_makes_no_plan_points_to_the_setting(tmp_path):
-    finding = refused(tmp_path, GUARDED | {"num_hidden_layers": 4, "num_attention_heads": 3, "hidden_size": 192})
+    finding = refusal(of, tmp_path, GUARDED | {"num_hidden_layers": 4, "num_attention_heads": 3, "hidden_size": 192})
     assert finding.code == "PP108"
     assert finding.location.file.endswith("job.yaml")
 
@@ -298,12 +290,12 @@ def test_what_the_command_line_says_changes_what_depends_on_it(tmp_path):
 
 
 def test_a_count_that_does_not_divide_points_to_the_stages(tmp_path):
-    finding = refused(tmp_path, INTERLEAVED | {"num_hidden_layers": 7})
+    finding = refusal(of, tmp_path, INTERLEAVED | {"num_hidden_layers": 7})
     assert finding.code == "PP143"
     assert finding.location.column > 1
     missing = {key: value for key, value in INTERLEAVED.items() if key != "gradient_accumulation_steps"}
-    assert "(the default)" in refused(tmp_path, missing).message
-    assert refused(tmp_path, missing).location is not None
+    assert "(the default)" in refusal(of, tmp_path, missing).message
+    assert refusal(of, tmp_path, missing).location is not None
 
 
 def test_experts_that_the_tensor_parallel_ranks_share_are_whole_there(tmp_path):

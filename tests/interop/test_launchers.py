@@ -8,7 +8,7 @@ from pipeproof.cli.file_kinds import kind_of
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
 from pipeproof.interop.importers.names import depth_of, names_of
-from tests.interop.importing import refusal
+from tests.interop.importing import imported, refusal
 
 VERL = """#!/bin/bash
 PP=4
@@ -23,14 +23,8 @@ python3 -m verl.trainer.main_ppo \\
 """
 
 
-def imported(path, kind, text, name, **flags):
-    file = path / name
-    file.write_text(text, encoding="utf-8")
-    return import_files(kind, [file], Flags(**flags))
-
-
 def verl(path, *, model="Qwen2.5-32B", more="", **flags):
-    return imported(path, "verl", VERL.format(model=model, more=more), "run.sh", **flags)
+    return imported("verl", path, VERL.format(model=model, more=more), name="run.sh", **flags)
 
 
 ACTOR = "actor_rollout_ref.actor.megatron."
@@ -120,12 +114,12 @@ def test_supervised_fine_tuning_of_verl(tmp_path):
         "  data.train_batch_size=64 data.micro_batch_size_per_gpu=4 data.max_length=2048 \\\n"
         "  engine.tensor_model_parallel_size=2 engine.pipeline_model_parallel_size=2\n"
     )
-    made = imported(tmp_path, "verl", text, "sft.sh")
+    made = imported("verl", tmp_path, text, name="sft.sh")
     assert made.plan["topology"]["dp"] == 2
     assert made.plan["schedule"]["num_micro_batches"] == 64 // 2 // 4
     assert made.plan["model"]["seq_length"] == 2048
     with pytest.raises(PlanFileError, match="no command here starts a training of verl with Megatron-Core"):
-        imported(tmp_path, "verl", "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.fsdp=1\n", "fsdp.sh")
+        imported("verl", tmp_path, "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.fsdp=1\n", name="fsdp.sh")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.diagnostics.finding import PipeproofError, Severity
-from pipeproof.interop import Flags, check_imported, import_files
-from tests.interop.importing import REAL, imported
+from pipeproof.interop import Flags, import_files
+from tests.interop.importing import REAL, errors, imported, refusal
 
 CSV_FILES = Path(__file__).parents[1] / "schedule" / "files"
 TITAN = """
@@ -21,17 +20,6 @@ pipeline_parallel_degree = 2
 
 def titan(tmp_path, more="", **flags):
     return imported("torchtitan", tmp_path, TITAN + more, name="job.toml", **flags)
-
-
-def refusal(make):
-    with pytest.raises(PipeproofError) as caught:
-        make()
-    (finding,) = caught.value.findings
-    return finding
-
-
-def errors(made):
-    return [finding.code for finding in check_imported(made).findings if finding.severity is Severity.ERROR]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +63,7 @@ def test_torchtitans_named_modules(tmp_path):
         assert made.plan["model"]["num_layers"] == 2
         assert made.plan["stages"] == [["embed", "layer.0"], ["layer.1", "norm", "head"]]
         assert errors(made) == []
-    finding = refusal(lambda: titan(tmp_path, parts.replace('"norm"', '"vision"')))
+    finding = refusal(titan, tmp_path, parts.replace('"norm"', '"vision"'))
     assert "`vision` is none of tok_embeddings" in finding.message
     assert finding.location.line == 8
 
@@ -110,7 +98,7 @@ def test_a_real_job_of_torchtitan():
     ],
 )
 def test_what_torchtitan_would_refuse(tmp_path, more, flags, message, code):
-    finding = refusal(lambda: titan(tmp_path, more, **flags))
+    finding = refusal(titan, tmp_path, more, **flags)
     assert (finding.code, message in finding.message) == (code, True), finding.message
 
 
@@ -123,7 +111,7 @@ def test_schedules_of_one_stage_need_as_many_micro_batches_as_stages(tmp_path, s
     if not refused:
         assert errors(titan(tmp_path, more, **flags)) == []
         return
-    finding = refusal(lambda: titan(tmp_path, more, **flags))
+    finding = refusal(titan, tmp_path, more, **flags)
     assert finding.code == "PP171"
     assert f"{num_micro_batches} micro-batches on 4 stages" in finding.message
 
@@ -149,7 +137,7 @@ def test_schedules_of_pytorch(file):
 
 
 def test_a_csv_that_is_no_schedule(tmp_path):
-    finding = refusal(lambda: imported("schedule", tmp_path, "0F0,0B0\nnonsense", name="s.csv"))
+    finding = refusal(imported, "schedule", tmp_path, "0F0,0B0\nnonsense", name="s.csv")
     assert finding.code.startswith("PP1")
     assert finding.location.line == 2
 
@@ -157,10 +145,7 @@ def test_a_csv_that_is_no_schedule(tmp_path):
 @pytest.mark.parametrize("kind", ["torchtitan", "schedule"])
 def test_each_takes_one_file(kind):
     file = REAL / "torchtitan_deepseek_v3_671b.toml"
-    assert "found 2" in refusal(lambda: import_files(kind, [file, file], Flags())).message
-
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "importing"
+    assert "found 2" in refusal(import_files, kind, [file, file], Flags()).message
 
 
 @pytest.mark.parametrize(
@@ -175,7 +160,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "importing"
     ],
 )  # fmt: skip
 def test_a_misspelt_key_or_a_file_of_another_tool_is_refused(tmp_path, kind, name, text, said, fix):
-    finding = refusal(lambda: imported(kind, tmp_path, text, name=name))
+    finding = refusal(imported, kind, tmp_path, text, name=name)
     assert finding.code == "PP170"
     assert said in finding.message
     assert fix in finding.help

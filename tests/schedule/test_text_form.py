@@ -157,8 +157,6 @@ def test_ranks_that_stand_for_others_are_not_written():
         format_program(lowered.graph)
 
 
-BASE = "rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0"
-
 BAD = {
     # operations
     "rank 0: 0F0xyz 0B0": ("PP132", 1, 9, "did you mean `0F0`?"),

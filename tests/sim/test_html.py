@@ -5,7 +5,6 @@ import json
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from pipeproof.views.html.timeline_page import CATEGORIES, payload, timeline_htm
 from tests.plans import plan_dict
 from tests.schedule.drawn import generated, plan_of, requests
 
-ROOT = Path(__file__).parents[2]
 DTYPES = {"u8": "u1", "u16": "<u2", "u32": "<u4", "f64": "<f8"}
 
 

@@ -19,10 +19,6 @@ def blocks(svg):
     return [(look, *map(float, numbers)) for look, *numbers in found if float(numbers[3]) != 12]
 
 
-def labels(svg):
-    return re.findall(r">([^<>]*)</text>", svg.partition('<g class="block">')[2].partition("</g>")[0])
-
-
 def test_a_block_is_as_long_as_its_time_and_follows_the_one_before():
     (forward, backward) = blocks(picture("0F0 0B0", costs=even_costs(1, 1, 1, 1)))
     assert (forward[0], backward[0]) == ("F0", "B0")

@@ -42,7 +42,6 @@ def test_a_program_without_facts_is_checked_by_what_it_does_elsewhere(text, expe
     assert own(program_subject(text)) == expected
 
 
-NAMES = ("a", "b")
 SIZES = {"a": Fraction(7), "b": Fraction(11, 3)}
 FRACTIONS = st.fractions(-9, 9, max_denominator=9)
 TERMS = st.lists(st.tuples(FRACTIONS, st.integers(-2, 2), st.integers(-2, 2)), max_size=3)

@@ -22,7 +22,6 @@ from tests.verify.programs import errors, mutated
 
 SHARDED = {"memory": {"shard_optimizer": "dp"}}
 ZERO = subject(topology={"dp": 2}, **SHARDED)
-WHOLE = subject(topology={"dp": 2})
 
 
 def flat(*ranks, buckets=((0, 16),), parameters=(), mesh=None, updates=()):

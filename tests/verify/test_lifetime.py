@@ -8,11 +8,6 @@ from pipeproof.verify.subject import program_subject
 SENDER = "0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1)"
 TAKER = "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
 
-GATHERS = (
-    "0ALL_GATHER0:tp{{group=0 writes=s@0+s@1}} 0F0{{reads=s}} {between}0ALL_GATHER1:tp{{group=0 writes=s@0+s@1}} "
-    "0F1{{reads=s}} 0BARRIER:tp{{group=0}}"
-)
-
 
 def text_of(*ranks, groups=()):
     return "\n".join([*(f"group {g}" for g in groups), *(f"rank {i}: {text}" for i, text in enumerate(ranks))])

@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.cli.file_kinds import kind_of
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop import Flags, import_files
+from tests.interop.importing import imported
 
 COMMON = {
     "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 128, "vocab_size": 1000,
@@ -32,10 +32,8 @@ def block(arguments, prefix=""):
     return "".join(f"{prefix}{row}\n" for row in rows)
 
 
-def imported(path, text, name="train.log", **flags):
-    file = path / name
-    file.write_text(text, encoding="utf-8")
-    return import_files("megatron", [file], Flags(**flags))
+def megatron(path, text, name="train.log", **flags):
+    return imported("megatron", path, text, name=name, **flags)
 
 
 def script(arguments, more=""):
@@ -69,10 +67,10 @@ def script(arguments, more=""):
     ids=["plain", "chunks", "layout", "experts", "sequence", "attention"],
 )  # fmt: skip
 def test_the_resolved_arguments_are_the_plan_of_the_flags(tmp_path, resolved, flags):
-    from_block = imported(
+    from_block = megatron(
         tmp_path, "start\n" + block({**DEFAULTS, **COMMON, **resolved, "world_size": 8}, "[default0]:")
     )
-    from_script = imported(tmp_path, script(COMMON, flags), "train.sh")
+    from_script = megatron(tmp_path, script(COMMON, flags), "train.sh")
     assert from_block.plan == from_script.plan
     assert not any("parallel_flag" in setting.name for setting in from_block.ignored)
 
@@ -80,7 +78,7 @@ def test_the_resolved_arguments_are_the_plan_of_the_flags(tmp_path, resolved, fl
 def test_places_are_those_of_the_last_block(tmp_path):
     first, second = {**COMMON, "num_layers": 4}, {**DEFAULTS, **COMMON, "world_size": 4}
     text = block(first) + "restarted\n" + block(second)
-    made = imported(tmp_path, text)
+    made = megatron(tmp_path, text)
     number = made.source.locate(("model", "num_layers")).line
     assert number > len(first) + 3
     assert text.splitlines()[number - 1].split() == ["num_layers", "." * 38, "8"]
@@ -99,7 +97,7 @@ def test_places_are_those_of_the_last_block(tmp_path):
 )
 def test_a_damaged_block_is_refused(tmp_path, text, message, line):
     with pytest.raises(PlanFileError, match=message) as caught:
-        imported(tmp_path, text)
+        megatron(tmp_path, text)
     assert caught.value.findings[0].location.line == line
 
 
@@ -110,13 +108,13 @@ def test_the_yaml_of_a_functional_test(tmp_path):
         f"  {flag}: {str(value).lower() if value is True else value}\n" for flag, value in rows.items()
     )
     rows = "--context-parallel-size: 1"
-    made = imported(tmp_path, f"{text}  {rows}\n", "model_config.yaml", world_size=8)
-    expected = imported(tmp_path, script(COMMON, "--disable-bias-linear"), "train.sh")
+    made = megatron(tmp_path, f"{text}  {rows}\n", "model_config.yaml", world_size=8)
+    expected = megatron(tmp_path, script(COMMON, "--disable-bias-linear"), "train.sh")
     assert made.plan == expected.plan
     assert text.splitlines()[made.source.locate(("model", "num_layers")).line - 1] == "  --num-layers: 8"
     with pytest.raises(PlanFileError, match="must be a mapping of flags"):
-        imported(tmp_path, "MODEL_ARGS:\n  - --num-layers\n")
-    twice = imported(tmp_path, f"{text}  {rows}\n  --num-layers: 8\n", "model_config.yaml", world_size=8)
+        megatron(tmp_path, "MODEL_ARGS:\n  - --num-layers\n")
+    twice = megatron(tmp_path, f"{text}  {rows}\n  --num-layers: 8\n", "model_config.yaml", world_size=8)
     assert twice.plan == made.plan
     with pytest.raises(PlanFileError, match="`--num-layers` is repeated"):
-        imported(tmp_path, f"{text}  --num-layers: 9\n", "model_config.yaml")
+        megatron(tmp_path, f"{text}  --num-layers: 9\n", "model_config.yaml")

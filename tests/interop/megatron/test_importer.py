@@ -10,7 +10,8 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.verify.check_plan import check_subject
 from tests.cli.commands import invoke
-from tests.interop.importing import REAL
+from tests.interop import importing
+from tests.interop.importing import REAL, errors
 from tests.verify.programs import mutated
 
 GPT3 = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 "
@@ -21,28 +22,24 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PER_CHUNK, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 PP2 = "--pipeline-model-parallel-size 2 "
-MOE = f"run {SIZES}{BATCHES}{PP2}--num-experts 8 --moe-router-topk 2 "
+OF_EXPERTS = "--num-experts 8 --moe-router-topk 2 "
+MOE = f"run {SIZES}{BATCHES}{PP2}{OF_EXPERTS}"
+SELECTIVE = "--recompute-granularity selective "
+SHARED = f"{OF_EXPERTS}{SELECTIVE}--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap "
+OVERLAP = f"{OF_EXPERTS}--overlap-moe-expert-parallel-comm "
+OVERLAPPED = f"{OVERLAP}{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 "
 
 
 def imported(tmp_path, text, **flags):
-    file = tmp_path / "train.sh"
-    file.write_text(text, encoding="utf-8")
-    return import_files("megatron", [file], Flags(**flags))
+    return importing.imported("megatron", tmp_path, text, name="train.sh", **flags)
 
 
 def refusal(tmp_path, text, **flags):
-    with pytest.raises(PlanFileError) as caught:
-        imported(tmp_path, text, **flags)
-    (finding,) = caught.value.findings
-    return finding
+    return importing.refusal(imported, tmp_path, text, **flags)
 
 
 def real(name, **flags):
     return import_files("megatron", [REAL / name], Flags(**flags))
-
-
-def errors(made):
-    return [finding.code for finding in check_imported(made).findings if finding.severity is Severity.ERROR]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +67,18 @@ def errors(made):
         ("--overlap-param-gather --use-distributed-optimizer", "PP171", "it needs --overlap-grad-reduce"),
         ("--yaml-cfg job.yaml", "PP170", "--yaml-cfg replaces all arguments by those of another file"),
         ("--context-parallel-size 4 --seq-length 132", "PP171", "132 is no multiple of 2 x --context-parallel-size 4"),
+        (f"{OF_EXPERTS}{SELECTIVE}--recompute-modules attention", "PP171", "has `attention`"),
+        (f"{OF_EXPERTS}{SELECTIVE}--recompute-modules mla_up_proj", "PP171", "without --multi-latent-attention"),
+        (f"{SHARED}--recompute-modules shared_experts", "PP171", "with --moe-shared-expert-overlap"),
+        (f"{OF_EXPERTS}{FULL}--moe-layer-recompute", "PP171", "--moe-layer-recompute"),
+        (f"{OVERLAP}--expert-model-parallel-size 2 --bf16", "PP171", "one stage on each"),
+        (f"{OVERLAP}{CHUNKS} 2 --bf16", "PP171", "--expert-model-parallel-size is 1"),
+        (f"{OVERLAP}{CHUNKS} 2 --expert-model-parallel-size 2", "PP171", "neither --bf16"),
+        (f"{OVERLAPPED}{FULL}", "PP171", "full is given"),
+        (f"{OVERLAPPED}--mtp-num-layers 2", "PP171", "2 modules"),
+        (f"{OVERLAPPED}{SELECTIVE}--recompute-modules moe", "PP171", "--recompute-modules has moe"),
+        (OVERLAPPED, "PP171", "tokens are gathered"),
+        (f"{OF_EXPERTS}--delay-wgrad-compute", "PP171", "--delay-wgrad-compute"),
     ],
 )
 def test_flags_that_megatron_does_not_take_are_refused(tmp_path, flags, code, message):
@@ -106,9 +115,7 @@ def test_a_real_script_with_experts():
 
 
 def test_a_real_script_whose_processes_do_not_suffice():
-    with pytest.raises(PlanFileError) as caught:
-        real("megatron_gpt3_175b.sh")
-    (finding,) = caught.value.findings
+    finding = importing.refusal(real, "megatron_gpt3_175b.sh")
     assert finding.code == "PP171"
     assert "8 processes do not divide by tp x pp x cp = 128" in finding.message
     assert finding.location.line == 57
@@ -127,9 +134,8 @@ def test_a_real_script_with_two_batch_sizes(tmp_path):
 
 
 def test_a_real_script_with_conditions_whose_layers_do_not_divide():
-    with pytest.raises(PlanFileError) as caught:
-        real("megatron_gptoss_20b.sh")
-    assert "12 layers do not divide by --pipeline-model-parallel-size 8" in caught.value.findings[0].message
+    finding = importing.refusal(real, "megatron_gptoss_20b.sh")
+    assert "12 layers do not divide by --pipeline-model-parallel-size 8" in finding.message
     made = real("megatron_gptoss_20b.sh", settings={("model", "num_layers"): 16})
     assert "`--vocab-size` is given only where the block at line 162 runs" in str(made.ignored)
     memory = {"shard_optimizer": "dp", "optimizer_ranks": "replicas", "recompute": "selective"}
@@ -246,7 +252,6 @@ def test_what_is_refused(tmp_path, flags, message, code):
 
 
 LATENT = "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 "
-SELECTIVE = "--recompute-granularity selective "
 
 
 @pytest.mark.parametrize(
@@ -268,24 +273,6 @@ def test_modules_that_are_computed_again(tmp_path, flags, modules, ignored):
     assert made.plan["memory"].get("recompute_modules") == modules
     named = {one.name.split()[-1] for one in made.ignored if one.name.startswith("--recompute-modules")}
     assert named == ignored
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--recompute-modules attention", "has `attention`"),
-        ("--recompute-modules mla_up_proj", "without --multi-latent-attention"),
-        (
-            "--recompute-modules shared_experts --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
-            "with --moe-shared-expert-overlap",
-        ),
-    ],
-)
-def test_modules_that_megatron_refuses(tmp_path, flags, message):
-    finding = refusal(tmp_path, f"{MOE}{SELECTIVE}{flags}")
-    assert (finding.code, message in finding.message) == ("PP171", True)
-    full = refusal(tmp_path, f"{MOE}--recompute-granularity full --moe-layer-recompute")
-    assert full.code == "PP171"
 
 
 def test_flags_that_are_not_shown_are_named(tmp_path):
@@ -621,28 +608,8 @@ def test_experts_over_ranks_of_one_replica(tmp_path, flags, world, topology):
     assert errors(made) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--expert-model-parallel-size 2 --bf16", "one stage on each"),
-        (f"{CHUNKS} 2 --bf16", "--expert-model-parallel-size is 1"),
-        (f"{CHUNKS} 2 --expert-model-parallel-size 2", "neither --bf16"),
-        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 {FULL}", "full is given"),
-        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --mtp-num-layers 2", "2 modules"),
-        (
-            f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 {SELECTIVE}--recompute-modules moe",
-            "--recompute-modules has moe",
-        ),
-        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16", "tokens are gathered"),
-        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --moe-token-dispatcher-type alltoall", None),
-    ],
-)
-def test_overlapped_all_to_alls(tmp_path, flags, message):
-    text = f"{MOE}{flags} --overlap-moe-expert-parallel-comm"
-    if message is not None:
-        finding = refusal(tmp_path, text)
-        assert (finding.code, message in finding.message) == ("PP171", True)
-        return
+def test_overlapped_all_to_alls(tmp_path):
+    text = f"run {SIZES}{BATCHES}{PP2}{OVERLAPPED}--moe-token-dispatcher-type alltoall"
     made = imported(tmp_path, text)
     assert made.plan["schedule"]["overlap"] == "pairs"
     assert errors(made) == []
@@ -653,7 +620,6 @@ def test_overlapped_all_to_alls(tmp_path, flags, message):
     assert errors(split) == []
     delayed = imported(tmp_path, f"{text} --delay-wgrad-compute")
     assert not any("turns of their own" in setting.why for setting in delayed.ignored)
-    assert refusal(tmp_path, f"{MOE}--delay-wgrad-compute").code == "PP171"
 
 
 def test_a_stage_of_one_prediction_module_sends_shapes(tmp_path):

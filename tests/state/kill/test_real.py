@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,6 @@ from pipeproof.state.read_state import find_state
 from tests.exec.processes import Run
 from tests.plans import plan_dict
 from tests.state.tiny import files_below
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 class Killed(Run):
