@@ -92,7 +92,7 @@ class Parts:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add what happens inside to the part ``name``."""
+        """Add the time inside to the part ``name``."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -188,7 +188,7 @@ def measure_check(plan: dict[str, Any]) -> dict[str, Any]:
     from pipeproof.verify.subject import make_subject
 
     parts = Parts()
-    gc.disable()  # as the command does: what is loaded and built stays until its end
+    gc.disable()  # as the command does: loaded and built objects stay until its end
     loaded = plan_from_dict(plan)
     with parts.timed("generate"):
         plan_schedule(loaded.spec)

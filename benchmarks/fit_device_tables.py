@@ -139,7 +139,7 @@ def attention() -> None:
 
 
 def main() -> None:
-    """Print the curves of all devices, or what the curves of the other sizes give for each quarter."""
+    """Print the curves of all devices, or the predictions for each quarter by the curves of the other sizes."""
     is_left_out = "--left-out" in sys.argv
     for device in DEVICES:
         products(Path(sys.argv[1]), device, is_left_out=is_left_out)

@@ -2,7 +2,7 @@
 
 ``python benchmarks/memory.py measure FILE`` runs forwards and backwards of a stage of blocks in bfloat16 with PyTorch
 on the GPU at hand (no pipeproof needed there) and writes FILE; ``python benchmarks/memory.py compare FILE`` prints what
-was allocated next to the prediction. Norm and SwiGLU keep what fused kernels keep; attention is flash attention.
+was allocated next to the prediction. Norm and SwiGLU keep the tensors of fused kernels; attention is flash attention.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def measure() -> dict[str, Any]:
 def _stage(torch: Any, *, hidden: int, heads: int, ffn: int, seq: int, blocks: int) -> dict[str, int]:
     """Memory of a micro-batch in addition to weights and gradients: after its forward, and at the peak.
 
-    ``allocated`` and ``reserved`` are peaks of the whole process, without what earlier stages left in the allocator.
+    ``allocated`` and ``reserved`` are peaks of the whole process, without the remains of earlier stages in the
+    allocator.
     """
     norm, swiglu = _fused(torch)
     shapes = ((hidden,), (hidden, 3 * hidden), (hidden, hidden), (hidden,), (hidden, 2 * ffn), (ffn, hidden))
@@ -88,7 +89,7 @@ def _stage(torch: Any, *, hidden: int, heads: int, ffn: int, seq: int, blocks: i
 
 
 def _fused(torch: Any) -> tuple[Any, Any]:
-    """RMSNorm and SwiGLU that keep what fused kernels do."""
+    """RMSNorm and SwiGLU that keep the tensors of fused kernels."""
 
     class Norm(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod

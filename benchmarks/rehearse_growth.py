@@ -20,7 +20,7 @@ HEADER = ("ranks", "seconds", "of the steps", "processor s", "of each rank", "me
 
 
 def plan_of(num_ranks: int, backend: str) -> dict[str, object]:
-    """A layer or more on each rank; what crosses the boundaries does not depend on how many ranks there are."""
+    """A layer or more on each rank; the boundary tensors do not depend on the number of ranks."""
     model = {"num_layers": 32, "hidden_size": 64, "num_heads": 4, "ffn_size": 128, "vocab_size": 128, "seq_length": 64}
     return {
         "pipeproof": 1,

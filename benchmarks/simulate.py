@@ -8,7 +8,7 @@
 - operations a second, warm;
 - the peak of the memory that one more run allocates, for each operation.
 
-What takes more than ten seconds is run once, cold.
+A measurement of more than ten seconds is run once, cold.
 
 A run is from the op table and its durations to the start and end of every
 operation. ``simpy`` is the reference model;
@@ -155,7 +155,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def our_run(size: str, engine: str) -> tuple[int, Callable[[], object]]:
-    """The number of operations, and what is measured."""
+    """The number of operations, and the measured function."""
     from pipeproof import lower, plan_from_dict, simulate
     from pipeproof.comm.channel_models import ChannelModel
     from pipeproof.sim.fast_engine import run_fast

@@ -38,12 +38,12 @@ Seconds = tuple[float, float]
 
 
 def main() -> None:
-    """Measure both sides and print what each part takes."""
+    """Measure both sides and print the time of each part."""
     show(torch_python(sys.argv[1:]))
 
 
 def show(python: str) -> dict[str, dict[str, Any]]:
-    """Measure both sides, print them, and give what was measured by side."""
+    """Measure both sides, print them, and return the measurements by side."""
     print(f"interleaved 1F1B, {RANKS} ranks x {CHUNKS} stages, {MICRO_BATCHES} micro-batches, seconds")
     print(f"{'':<56} {'processor':>10} {'wall':>8}")
     ours = measured(sys.executable, "ours")
@@ -80,7 +80,7 @@ def print_parts(name: str, result: dict[str, Any]) -> None:
 
 @contextmanager
 def timed(parts: dict[str, Seconds], name: str) -> Iterator[None]:
-    """Note what the block takes."""
+    """Note the time of the block."""
     cpu, wall = time.process_time(), time.perf_counter()
     yield
     parts[name] = time.process_time() - cpu, time.perf_counter() - wall

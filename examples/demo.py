@@ -3,8 +3,7 @@
 Every command is a real command line, as a user would type it. Two of them are
 expected to fail, because their plan has the bug that pipeproof was written for.
 The demo exits 0 only if every command has the exit status listed with it below,
-and if the reports of the runs show what the last heading states. It takes about
-a minute on two cores.
+and if the reports of the runs confirm the last heading. It takes about a minute on two cores.
 """
 
 from __future__ import annotations

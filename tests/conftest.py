@@ -46,7 +46,7 @@ OPTIONAL = {
     "transformers": "the extra `transformers`",
     "triton": "PyTorch for GPUs",
 }
-"""Packages that a test may need, by the name that it imports, and what installs them."""
+"""Packages that a test may need, by the name that it imports, and the way to install them."""
 
 BROWSER = ("chromium", "chromedriver")
 
@@ -65,7 +65,7 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
 
 
-# --- what make test leaves out ---
+# --- tests that make test leaves out ---
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,7 +102,7 @@ def pytest_itemcollected(item):
         test._hypothesis_internal_use_settings = hypothesis.settings(own, max_examples=QUICK_EXAMPLES)
 
 
-# --- what is not installed ---
+# --- missing packages ---
 
 
 class _Module(pytest.Module):
@@ -182,7 +182,7 @@ def _failed_if_skipped(report):
     return report
 
 
-# --- counting what is alive ---
+# --- counting live objects ---
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def without_a_width(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def without_lines_of_progress(monkeypatch):
-    """Let slow machines print what fast ones do: no line of progress after ten seconds."""
+    """Let slow machines print the same as fast ones: no line of progress after ten seconds."""
     monkeypatch.setattr("pipeproof.cli.progress.PLAIN_S", float("inf"))
 
 
@@ -209,7 +209,7 @@ def without_lines_of_progress(monkeypatch):
 
 @pytest.fixture(scope="session")
 def check_golden(request):
-    """A function ``check(name, text)``: ``text`` must be what ``tests/goldens/name`` holds."""
+    """A function ``check(name, text)``: ``text`` must equal the file ``tests/goldens/name``."""
 
     def check(name: str, text: str) -> None:
         path = GOLDENS / name

@@ -127,7 +127,7 @@ TOPOLOGIES = {
     "ep 2": {"pp": 2, "ep": 2},
     "cp 2": {"pp": 2, "cp": 2},
 }
-"""Two pipeline ranks, and what may be added to them."""
+"""Two pipeline ranks, and axes that may be added to them."""
 
 
 def schedule_of(kind):

@@ -105,7 +105,7 @@ def with_documents(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_one_gpu(plan: Plan, wider: Mapping[str, Any]) -> Iterator[tuple[str, Plan]]:
-    """Plans for the peaks of each type of attention, with and without streams, and of what is recomputed."""
+    """Plans for the peaks of each type of attention, with and without streams, and of recomputation."""
     experts = {**plan["model"]["moe"], **wider.get("moe", {})}
     model = {**plan["model"], **wider, "moe": experts}
     spec, schedule = model["compressed_attention"], {**plan["schedule"], "num_micro_batches": 2}

@@ -5,8 +5,8 @@
     python benchmarks/gpu/four.py OUT --device cpu          # small sizes over gloo: shows that every command works
 
 ``OUT/NAME.log`` has the output of a command, ``OUT/results.jsonl`` a row for each with its status, seconds and last
-lines; commands write further files next to them. What has not begun after ``--seconds`` is named. Exit status 1 if
-a command failed or was left out.
+lines; commands write further files next to them. Commands that have not begun after ``--seconds`` are named. Exit
+status 1 if a command failed or was left out.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def carry_out(name: str, arguments: str, seconds: float, out: Path, environment:
 
 
 def main() -> int:
-    """Run what the command line names; return the exit status."""
+    """Run the commands that the arguments name; return the exit status."""
     parser = argparse.ArgumentParser(description="All measurements for four GPUs.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")

@@ -43,7 +43,7 @@ PROFILED_STEPS = 5
 
 
 def main() -> None:
-    """Measure what the command line names."""
+    """Measure the sizes on the command line."""
     parser = argparse.ArgumentParser(description="Host-bound steps of a Llama, ours and PyTorch's.")
     parser.add_argument("results", type=Path, help="file to which rows are appended")
     parser.add_argument("--size", default="2048,1024,8,16", help="hidden, sequence, blocks of a rank, micro-batches")

@@ -82,7 +82,7 @@ def ways(inside: str, *, on_gpu: bool) -> Iterator[Way]:
 
 
 def runs(kind: str, way: Way) -> bool:
-    """Return False for what a schedule does not have: the rival cannot split the backward of compiled blocks."""
+    """Return False for an unsupported schedule: the rival cannot split the backward of compiled blocks."""
     return not (way == COMPILED_RIVAL and kind in SPLIT) and not (way.split == "linear" and kind not in SPLIT)
 
 
@@ -149,7 +149,7 @@ class Job:
 
 
 def main() -> None:
-    """Measure what the command line names."""
+    """Measure the sizes on the command line."""
     parser = argparse.ArgumentParser(description="Steps of a model's modules, ours and PyTorch's.")
     parser.add_argument("results", type=Path, help="file of the rows, written anew")
     parser.add_argument("seconds", type=float, help="after which no further row begins")

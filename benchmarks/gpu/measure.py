@@ -67,7 +67,7 @@ def captured_anew(step: Callable[[], None], device: torch.device) -> Callable[[]
 
 
 def forget(device: torch.device) -> None:
-    """Give back the memory of what is no longer used."""
+    """Give back unused memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -45,7 +45,7 @@ def _shared_out(size: Size, num_ranks: int, *, on_gpus: bool) -> dict[str, dict[
 
 
 def main() -> None:
-    """Time what the command line names."""
+    """Time the sizes on the command line."""
     framework, report = start()
     device, rank, num_ranks = framework.device, dist.get_rank(), dist.get_world_size()
     num_experts, top_k, ffn = map(int, sys.argv[2].split(","))

@@ -128,7 +128,7 @@ class _Done:
 
 
 class _NoChannels:
-    """Ends of channels that lead nowhere; what comes in are small random numbers, for zeros would take less power."""
+    """Ends of channels that lead nowhere; receives give small random numbers, because zeros would take less power."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -176,7 +176,7 @@ class _NoWorld:
 
 
 def start(timeout: timedelta | None = None) -> tuple[TorchFramework, Callable[[str], None]]:
-    """Join the world that torchrun describes; PyTorch on this rank's device, and what prints on the first rank.
+    """Join the world that torchrun describes; PyTorch on this rank's device, and a function that prints on rank 0.
 
     Ranks share GPUs where there are fewer than ranks: results are right then, and times mean nothing.
     ``timeout`` limits the world's collectives, by default as in PyTorch.

@@ -251,7 +251,7 @@ def _equal_bits(sides: Sequence[Side]) -> str:
 
 
 def main() -> None:
-    """Time what the command line names."""
+    """Time the schedules on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("size")
     parser.add_argument("experts")

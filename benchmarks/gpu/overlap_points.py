@@ -397,7 +397,7 @@ def _time(job: Job, report: Callable[[str], None], title: str, *, replay: bool) 
 
 
 def main() -> None:
-    """Check and time what the command line names."""
+    """Check and time the schedules on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("size")
     parser.add_argument("experts")

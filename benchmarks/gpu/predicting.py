@@ -1,4 +1,4 @@
-"""Times of a profile, put onto the stages of other plans; what a simulation makes of them; how far it is off.
+"""Times of a profile, put onto the stages of other plans; their simulation and its error.
 
 The profile is of 1F1B: F, I and W of each rank's stage as they were in the
 step, the time of a message, and the most memory of each rank. Schedules with
@@ -46,8 +46,8 @@ class Power:
     ``busy`` is the share of the step that ranks computed when they were timed, ``slower`` how many times as long the
     same computations take one right after the other. Both are means over the ranks: values of single ranks scatter by
     more than they differ. A computation takes the same energy at any clock, and the limit holds the mean power: without
-    waiting the limit is ``1 / slower`` of what the computations would draw, so a rank is slower only where it computes
-    for more than this share of a step.
+    waiting the limit is ``1 / slower`` of the power that the computations would draw, so a rank is slower only where it
+    computes for more than this share of a step.
     """
 
     busy: float

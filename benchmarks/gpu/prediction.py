@@ -220,7 +220,7 @@ def _line(size: Size, case: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Predict and measure what the command line names."""
+    """Predict and measure the sizes on the command line."""
     out, kinds = Path(sys.argv[1]), sys.argv[3].split(",") if sys.argv[3:] else KINDS
     benchmark = Benchmark()
     name = torch.cuda.get_device_name() if benchmark.on_gpu else "processors, float32"

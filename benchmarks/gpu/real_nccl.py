@@ -4,7 +4,7 @@
     python benchmarks/gpu/real_nccl.py --backend paddle --only rehearse
 
 Ranks share GPUs where there are fewer than four (``--share-gpus``), so no time of this means anything. For each plan
-there is a line with what was expected and what came of it:
+there is a line with the expected and the actual result:
 
 - plans that pass ``check`` are rehearsed, and run against the single-process reference;
 - ``partial`` under sequence parallelism, with ``--unsafe``: the ranges that arrive wrongly (PP915) are compared with
@@ -37,7 +37,7 @@ HANG_S = 6
 """The watchdog's patience with an order that deadlocks."""
 LARGE = {"num_layers": 8, "hidden_size": 64, "num_heads": 4, "ffn_size": 128, "vocab_size": 128, "seq_length": 32}
 GOLDEN = {"num_layers": 4, "hidden_size": 4, "num_heads": 2, "ffn_size": 4, "vocab_size": 64, "seq_length": 4}
-"""Of such a model two ranks have eight elements each of what crosses the boundary of one sequence."""
+"""In such a model two ranks have eight elements each of the boundary tensor of one sequence."""
 GOLDEN_HELD = [10, 20, 30, 40, 130, 140, 150, 160]
 """Contents of both receivers if rank k's elements are 80 k + 10, 80 k + 20, .., 80 k + 80."""
 MOE = {"num_experts": 8, "top_k": 2, "ffn_size": 64}

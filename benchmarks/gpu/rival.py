@@ -56,8 +56,8 @@ def plain_step(
 ) -> Callable[[], object]:
     """The same without a pipeline: the whole model on this rank, but for experts that the world's ranks share out.
 
-    Each micro-batch goes forward and back; in the end what all ranks have is summed over them. ``is_compiled`` compiles
-    each block.
+    Each micro-batch goes forward and back; in the end replicated gradients are summed over the ranks. ``is_compiled``
+    compiles each block.
     """
     model = plain_stage(size, 0, 1, 1, device, is_shared_out=is_shared_out)
     if is_compiled:

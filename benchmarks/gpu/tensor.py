@@ -29,7 +29,7 @@ ALONE = Times(warm_up=1, steps=3, series=1)
 
 
 def main() -> None:
-    """Time what the command line names."""
+    """Time the sizes on the command line."""
     framework, report = start()
     device, num_ranks = framework.device, dist.get_world_size()
     size, num_tp = replace(Size.read(sys.argv[1]), activation_order="sbh"), int(sys.argv[2])

@@ -1,7 +1,7 @@
 """One rank of a plan under pipeproof's executor, for timing: without its optimizer, and with its channels exchangeable.
 
 It can be executed plainly, with every operation timed by its device, alone
-(nothing is sent, and what would be received is there), or as one CUDA graph.
+(nothing is sent, and receives are already there), or as one CUDA graph.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``comm`` has ``rank``, ``num_ranks``, ``isend``, ``irecv`` and ``batch``. On
 the cluster it is a thin layer over the framework's calls, in the tests one
-over queues, which records what is issued (``tests/recorded.py``).
+over queues, which records the operations (``tests/recorded.py``).
 """
 
 import numpy as np

@@ -86,7 +86,7 @@ def test_the_executor_refuses_a_plan_that_some_rules_did_not_judge(quiet, transp
     assert (check(loaded).certificate is not None) == (transport == "full")
 
 
-# --- what the plan suppresses ---
+# --- suppressions in the plan ---
 
 
 @pytest.mark.parametrize(

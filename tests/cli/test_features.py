@@ -1,4 +1,5 @@
-"""Every command that simulates, on a plan with each feature: it ends well, its figures say what the feature does."""
+"""Every command that simulates, on a plan with each feature: it ends well, its figures show the effect of the
+feature."""
 
 import json
 import math
@@ -15,7 +16,7 @@ from tests.plans import FLAT
 
 ANALYTIC = {"cost": {"analytic": {"device": "h200", **FLAT}}}
 WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
-"""So wide that what a feature adds is many nanoseconds, in which times are computed."""
+"""So wide that a feature adds many nanoseconds, the unit of computed times."""
 
 MORE_WORK = {
     "experts", "experts by token id", "experts by all-gather", "losses of routers", "biases of experts",

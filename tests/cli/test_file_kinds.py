@@ -1,4 +1,4 @@
-"""A command that refuses a file names what the file is, and the command that reads it."""
+"""A command that refuses a file names the kind of the file, and the command that reads it."""
 
 import pytest
 

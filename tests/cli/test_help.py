@@ -50,7 +50,7 @@ def test_the_example_is_in_the_help_and_can_be_typed(words, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_argument_and_option_is_explained(words):
-    """The first sentence says what the command does; an option without help has choices that say it."""
+    """The first sentence describes the command; an option without help has choices that explain it."""
     command = COMMANDS[words]
     assert command.help.partition("\n")[0].endswith((".", ":")) or "." in command.help
     for parameter in command.params:

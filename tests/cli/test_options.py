@@ -58,7 +58,7 @@ def test_a_fault_that_would_never_strike(fault, message, good, monkeypatch):
 
 
 def test_the_backend_is_missing(good, monkeypatch):
-    monkeypatch.setitem(sys.modules, "paddle", None)  # what Python makes of it: no such module
+    monkeypatch.setitem(sys.modules, "paddle", None)  # for Python: no such module
     result = invoke("run", good)
     assert result.exit_code == 2
     assert "error[PP906]" in result.output

@@ -1,4 +1,4 @@
-"""Outputs appear whole, or what exists survives; on a full disk, too."""
+"""Outputs appear whole, or old files survive; on a full disk, too."""
 
 import errno
 import json

@@ -28,7 +28,7 @@ REFUSED = [
     ("--explain PP000", "no code 'PP000'; did you mean PP100"),
     ("--explain x", "no code 'x'; did you mean PP100"),
     ("--explain ''", "no code ''; did you mean PP100"),
-    # what is checked
+    # checked
     ("check", "Missing argument 'FILE...'"),
     ("check --from fleet", "Missing argument 'FILE...'"),
     ("check {here}/no.yaml", "no such file"),
@@ -59,7 +59,7 @@ REFUSED = [
     ("import profile x.json -o {here}/p.json", "--plan"),
     ("import profile x.json --plan p.yaml --message-us fast", "microseconds"),
     ("job hang {here}/none", "help: name the directory of the job's dumps"),
-    # what is shown
+    # shown
     ("show {plan} --rank 2", "--rank"),
     ("show {plan} --rank -1", "--rank"),
     ("show {plan} --rank x", "--rank"),
@@ -124,7 +124,7 @@ REFUSED = [
 def test_it_is_refused_before_any_work(line, message, good, tmp_path, request):
     before = files_below(tmp_path)
     command, *words = (word.format(plan=good, here=tmp_path) for word in shlex.split(line))
-    # modules that others import for the first time would keep what replaces the work
+    # modules that others import for the first time would keep the replacement of the work
     started = request.getfixturevalue("started") if command in {"run", "simulate"} else []
     result = invoke(command, *words)
     assert (result.exit_code, result.stdout) == (2, "")

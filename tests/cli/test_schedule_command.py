@@ -170,7 +170,7 @@ def test_whatever_the_sizes_it_is_shown_or_refused_with_a_value_that_fits(kind, 
         assert result.stdout
 
 
-# --- show: what cannot be meant ---
+# --- show: contradictory options ---
 
 
 def test_an_unknown_kind_names_the_nearest():

@@ -1,4 +1,4 @@
-"""A check loads what its plan needs, and no more: each process pays for its imports."""
+"""A check loads only the modules that its plan needs: each process pays for its imports."""
 
 import pytest
 

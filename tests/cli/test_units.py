@@ -1,4 +1,4 @@
-"""Times and sizes in what commands print: a unit, and at most three significant digits."""
+"""Times and sizes in the output of commands: a unit, and at most three significant digits."""
 
 import re
 from pathlib import Path

@@ -58,7 +58,7 @@ def test_masks_of_tokens_and_of_attention_are_not_the_same_words():
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 0.9])
 def test_the_share_that_is_dropped_is_the_rate(rate):
-    """Within five standard deviations of a binomial; what is dropped at a rate is dropped at every larger one."""
+    """Within five standard deviations of a binomial; elements dropped at a rate are dropped at every larger rate."""
     keys = DropoutKeys(plan(model={"hidden_size": 512}, schedule={"micro_batch_size": 8}), 0, 0)
     kept = keys.of_tokens("x", rate, (0, 8))
     deviation = (rate * (1 - rate) / kept.size) ** 0.5

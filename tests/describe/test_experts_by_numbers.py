@@ -1,8 +1,8 @@
 """The types of gradients of routers and experts, tested with numbers: one rank's copy of a weight is moved a little.
 
 Every rank (tp, ep) has a copy of the router and its part of its experts, which
-are not linear. What the loss of all ranks does when one copy moves is the
-gradient that this rank has before any reduction.
+are not linear. The change of the loss of all ranks when one copy moves is the gradient that this rank has before any
+reduction.
 """
 
 import numpy as np

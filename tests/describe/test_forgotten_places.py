@@ -1,4 +1,4 @@
-"""Every place that must know a parameter or a part of the model: what is left out fails here, with the place's name.
+"""Every place that must know a parameter or a part of the model: an omission fails here, with the place's name.
 
 ``forgotten`` has the checks.
 """

@@ -43,7 +43,7 @@ def total(holdings, *lives):
 
 def published(hidden, heads, tp, *, sp, dropout=True):
     """Bytes of their block by the terms of arXiv:2205.05198, section 4.1, per token, with 16-bit activations."""
-    outside = hidden * (1 if not sp else Fraction(1, tp))  # what sequence parallelism cuts
+    outside = hidden * (1 if not sp else Fraction(1, tp))  # cut by sequence parallelism
     within, scores = Fraction(hidden, tp), Fraction(heads * SEQ, tp)
     terms = {
         "inputs of norms": 4 * outside,
@@ -81,7 +81,7 @@ def test_our_block_differs_from_theirs_by_named_terms(sizes, tp, sp, dropout):
         h, sizes["heads"], tp=tp, sp=sp, model=model, memory={"sequence_parallel_activations": "regather"}
     )  # as they do
     assert total(held(again)) == theirs + gate + factors
-    whole = 2 * 2 * (tokens - between) * h  # of the inputs of products, what other ranks have of them
+    whole = 2 * 2 * (tokens - between) * h  # the other ranks' parts of the inputs of products
     assert total(held(plan(h, sizes["heads"], tp=tp, sp=sp, model=model))) == theirs + gate + factors + whole
 
 

@@ -169,7 +169,7 @@ def total(holdings, *lives):
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_bytes_of_a_block_with_streams(sp):
-    """n streams around each of two sub-layers: the streams, their norm, what gates and mixes, what was made."""
+    """n streams around each of two sub-layers: the streams, their norm, gates and mixes, results."""
     topology = {"pp": 1, "tp": 2, "sequence_parallel": sp}
     several, one = spec_of(4, topology=topology), plan_from_dict(
         plan_dict(model={"seq_length": 16}, topology=topology)

@@ -64,7 +64,7 @@ def programs(draw):
         try:
             if not derive_types(written([*steps, step])).problems:
                 steps.append(step)
-        except ValueError:  # a dim that the value lacks, or ranks that do not divide what is left of it
+        except ValueError:  # a dim that the value lacks, or ranks that do not divide the rest of it
             continue
     return written(steps)
 

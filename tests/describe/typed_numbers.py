@@ -1,8 +1,7 @@
 """Typed programs run on numbers: every rank with its local arrays, forward and backward, and one rank with all.
 
-Written from what the types mean, not from the rules: a value of type S is a
-part, of type P an addend, and so on. What the rules accept must then denote
-what the one rank computes, values and gradients.
+Written from the meaning of the types, not from the rules: a value of type S is a part, of type P an addend, and so on.
+Programs that the rules accept must then denote the values and gradients of the one rank.
 """
 
 from itertools import product

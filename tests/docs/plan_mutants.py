@@ -62,7 +62,7 @@ def leaves(data, path=()):
 
 
 def mutant(draw):
-    """One mutant of one seed, with what was done to it."""
+    """One mutant of one seed, with its change."""
     plan = copy.deepcopy(draw.choice(SEEDS))
     path = draw.choice(list(leaves(plan)))
     section = plan

@@ -1,4 +1,4 @@
-"""The examples load and are what their first line says; the demo can tell when its facts do not hold."""
+"""The examples load and match their first line; the demo notices when its facts do not hold."""
 
 import importlib.util
 import os

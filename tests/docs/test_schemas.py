@@ -98,7 +98,7 @@ def test_check_of_examples(example):
 
 def test_check_with_a_note(tmp_path):
     quiet = {"kind": "gpipe"}  # of 1f1b there is a warning
-    plan = plan_file(tmp_path / "plan.json", schedule=quiet, transport="partial")  # tp 1: a full send is what happens
+    plan = plan_file(tmp_path / "plan.json", schedule=quiet, transport="partial")  # tp 1: sends are full
     status, content = check_json(plan)
     require_fit("check", content)
     assert status == 0

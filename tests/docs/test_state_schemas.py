@@ -1,4 +1,4 @@
-"""The JSON of ``pipeproof state`` and its commands is what the published schemas say."""
+"""The JSON of ``pipeproof state`` and its commands fits the published schemas."""
 
 import json
 from pathlib import Path

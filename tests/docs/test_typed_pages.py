@@ -15,7 +15,7 @@ START = ("start-fleet.md", "start-megatron.md", "start-pytorch.md", "start-resea
 """The first page of each kind of user; ``validation/pages/follow_tutorial.py`` follows them, installation and all."""
 
 WITH_OUTPUT = ("fleet-bug.md", *START)
-"""Pages that show what each command prints."""
+"""Pages that show the output of each command."""
 
 OTHERS = {
     "aoa.md": {},

@@ -44,7 +44,7 @@ def test_every_sentence_of_the_page_is_a_promise_with_tests():
         assert promise.strip().endswith(".")
         assert all(re.fullmatch(r"`tests/[\w/]+\.py::test_\w+`", node) for node in tests.strip().split("<br>")), promise
     prose = [line for line in PROMISES.splitlines() if line and not line.startswith(("|", "#"))]
-    assert len(prose) == 1  # what the table is; promises are in it
+    assert len(prose) == 1  # the table's introduction; promises are in the table
 
 
 @pytest.mark.parametrize("node", NODES)

@@ -1,9 +1,8 @@
 """The orders of Paddle's own schedulers, from the installed Paddle without processes, devices or a model.
 
 Its classes are made without their constructors, which want a running fleet,
-and given what their loops read. Fleet's two forward-then-backward classes have
-no ``get_static_scheduler``: their own loop runs, with the steps noted down and
-the transfers left out.
+and given the inputs of their loops. Fleet's two forward-then-backward classes have no ``get_static_scheduler``: their
+own loop runs, with the steps noted down and the transfers left out.
 """
 
 import contextlib
@@ -130,7 +129,7 @@ class _NoTransfers:
 
 
 def _noted(scheduler):
-    """The text of what a scheduler's loop runs; micro-batches of a chunk go by index, as its queues have them."""
+    """The text of a scheduler's loop; micro-batches of a chunk go by index, as in its queues."""
     steps = []
 
     def step(mark, *, forward):

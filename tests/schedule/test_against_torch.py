@@ -70,7 +70,7 @@ def actions(schedule, num_ranks):
 
 
 def unmade(class_name, p, v, m):
-    """A schedule of PyTorch's with what its generation reads; its constructor also adds and checks transfers."""
+    """A schedule of PyTorch with the inputs of its generation; its constructor also adds and checks transfers."""
     from torch.distributed.pipelining import schedules
 
     made = object.__new__(getattr(schedules, class_name))

@@ -1,4 +1,4 @@
-"""PyTorch's CSV: what its own files hold, what its runtime does with them, and what is refused where."""
+"""PyTorch's CSV: its own files, the work of its runtime on them, and refusals with their positions."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def read(text, expected=ANY, **keywords):
 
 
 def errors(text, expected=ANY):
-    """(code, (line, column)) of what is wrong with a file, as read or as judged by the rules that need no plan."""
+    """(code, (line, column)) of the errors of a file, from the reader or from the rules that need no plan."""
     try:
         schedule = read(text, expected)
     except ScheduleFileError as error:

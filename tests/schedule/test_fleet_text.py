@@ -1,4 +1,4 @@
-"""Fleet's static strings: what Paddle prints is read and written as it stands, and all else is refused by name."""
+"""Fleet's static strings: Paddle's output is read and written unchanged, and all else is refused by name."""
 
 import json
 from pathlib import Path

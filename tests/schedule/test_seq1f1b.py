@@ -1,4 +1,4 @@
-"""Seq1F1B against its closed form, and what splits change."""
+"""Seq1F1B against its closed form, and the effect of splits."""
 
 from fractions import Fraction
 

@@ -78,7 +78,7 @@ def test_the_position_counts_the_steps_of_each_plan_by_its_own_micro_batches(tmp
     index = read_index(write(at, tmp_path / "second", 5, before))
     assert data_done(index) == DataPosition(steps=5, sequences=2 * 4 + 3 * 8, tokens=4 * (2 * 4 + 3 * 8))
     _, options, notes = resumed(tmp_path / "second", topology={"dp": 4}, schedule={"num_micro_batches": 2})
-    assert not notes  # eight again: what came before does not change
+    assert not notes  # eight again: earlier steps do not change
     assert options.data_before == {"steps": 2, "sequences": 8, "tokens": 32}
     _, options, (note,) = resumed(tmp_path / "second")
     assert note.message.endswith("of step 5, after 32 sequences (128 tokens)")

@@ -141,7 +141,7 @@ def refused(tmp_path, match, at=None, path=None):
 def edit(directory, change):
     file = directory / "index.json"
     content = json.loads(file.read_text())
-    content.pop("sha256", None)  # of the index itself: what stands behind it is looked at, too
+    content.pop("sha256", None)  # of the index itself: the content behind it is checked, too
     change(content)
     file.write_text(json.dumps(content))
 

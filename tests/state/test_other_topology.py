@@ -32,7 +32,7 @@ BIG_MOE = {**MOE, "num_experts": 12}
 
 @st.composite
 def cuts(draw):
-    """Sections of a plan that say who computes what, of one model and with eight micro-batches in each step."""
+    """Sections of a plan that distribute the work, for one model and eight micro-batches in each step."""
     dp, ep = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
     kind = draw(st.sampled_from(["1f1b", "zb_v", "dualpipe_v", "gpipe"]))
     schedule = {"kind": kind, "num_micro_batches": 8 // dp // ep}

@@ -1,4 +1,4 @@
-"""The suite reads a backend's behaviour back row by row, and reports what differs from its table, no more."""
+"""The suite reads a backend's behaviour back row by row, and reports exactly the differences from its table."""
 
 import dataclasses
 from functools import partial
@@ -62,7 +62,7 @@ def test_each_value_of_each_row_is_told_apart(key: str, value: RowValue) -> None
 
 
 # Where posting blocks, no two transfers of an edge are ever under way at once, so their order shows nothing.
-# The fake's other order is last in, first out; in a queue of several edges that would change what blocks.
+# The fake's other order is last in, first out; in a queue of several edges other operations would then block.
 TABLES = st.fixed_dictionaries({probe.key: st.sampled_from(values_of(probe.key)) for probe in PROBES}).filter(
     lambda rows: rows["matching"] == "fifo" or (not rows["host_blocks_on_post"] and rows["queue"] == "directed_edge")
 )

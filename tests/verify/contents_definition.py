@@ -66,11 +66,11 @@ class _Rank:
             case OpKind.FORWARD:
                 data = self.get(row.reads, (OpKind.RECV_FORWARD, stage, item)) if stage else ("data", step, item)
                 self.seen.append(data)
-                # One value for the output and for what is kept: no name says which of the two a buffer holds.
+                # One value for the output and the saved tensors: no name states which of them a buffer holds.
                 self.put(row.writes[:1], ("out", stage, item), ("F", stage, data))
                 self.put(row.writes[1:], ("kept", stage, item), ("F", stage, data))
             case OpKind.BACKWARD:
-                # reads: what was kept, the sum, then the gradient; writes: the sum, the gradient of the input
+                # reads: saved tensors, the sum, then the gradient; writes: the sum, the gradient of the input
                 kept = self.get(row.reads[:1], ("kept", stage, item))
                 data = (
                     kept[2] if isinstance(kept, tuple) and kept[:2] == ("F", stage) else kept

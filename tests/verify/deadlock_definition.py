@@ -1,4 +1,4 @@
-"""The definition of a deadlock, written to be read: post and done events, and what each of them follows.
+"""The definition of a deadlock, written to be read: post and done events, and the events that each of them follows.
 
 Each operation has two events, *post* when it is under way and *done* when it
 has finished. ``comm.channel_models`` defines what a post follows; in addition

@@ -77,7 +77,7 @@ class Numbers:
         return None
 
     def paths(self, parameter, stage):
-        """(loss, axes over which its share is partial) of what reaches a parameter's copy."""
+        """(loss, axes over which its share is partial) of the gradients of a parameter's copy."""
         data = [a for a in ("dp", "ep", "cp") if a not in parameter.sharded_over]
         if parameter.losses == ():
             return [(None, {*data, *parameter.partial_over})]

@@ -1,6 +1,6 @@
-"""Happens-before and races as they are defined, on networkx; what the columns must agree with.
+"""The definition of happens-before and races, on networkx; the columns must agree with it.
 
-Each operation has two events, *start* and *done*. What an event comes after:
+Each operation has two events, *start* and *done*. The order of events:
 
 - done(x) after start(x);
 - a queue runs its entries in order: start(x) comes after the done of all

@@ -31,7 +31,7 @@ def matched(graph: nx.DiGraph[int]) -> set[tuple[int, int]]:
     """(send, receive): the k-th send of a channel meets its k-th receive, independent of their contents."""
     return {
         pair for sends, receives in fifos(graph).values() for pair in zip(sends, receives, strict=False)
-    }  # what is left over on one side meets nothing
+    }  # the rest on one side has no counterpart
 
 
 def unmatched(graph: nx.DiGraph[int]) -> set[int]:

@@ -1,4 +1,4 @@
-"""Losses of routers and sums of experts' loads in the graph: what each counts, and who sums it."""
+"""Losses of routers and sums of experts' loads in the graph: the terms of each, and the ranks that sum it."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""One fault is one finding: causes, what follows from them, and that a second fault stays visible."""
+"""One fault is one finding: causes, consequences, and a second fault stays visible."""
 
 import dataclasses
 import json
@@ -183,7 +183,7 @@ def test_faults_of_ranks_that_do_not_talk_to_each_other_are_both_shown(first, se
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_code_of_a_fault_is_lost_next_to_another_fault_anywhere(data):
-    """Also on the same rows: the second one is a finding of its own, or its code is in the list of what follows."""
+    """Also on the same rows: the second one is a finding of its own, or its code is in the list of consequences."""
     first, second = (data.draw(faults(data.draw(st.integers(1, 4)))) for _ in range(2))
 
     def both(rows):
@@ -256,7 +256,7 @@ def test_two_pairs_that_mean_each_other_in_nothing_are_two():
     assert [(cause.code, following) for cause, following in by_cause(problems(one))] == [("PP302", []), ("PP302", [])]
 
 
-# --- what is printed ---
+# --- output ---
 
 
 def text_of(one, brevity):

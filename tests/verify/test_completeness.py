@@ -80,7 +80,7 @@ def test_numbers_too_high_for_the_table_are_refused():
         ("0F0 0B0 0W0", {"PP121", "PP122"}),  # B in addition to either part alone is too much already
         ("0F0 0B0 0I0 0F1 0B1", {"PP121", "PP122"}),
         ("0F0.s0 0F0.s1 0B0.s1 0B0.s0", set()),
-        ("0F0.s0 0F0.s1 0I0.s1 0I0.s0 0W0.s0 0W0.s1", set()),  # W reads what I left, of its own split alone
+        ("0F0.s0 0F0.s1 0I0.s1 0I0.s0 0W0.s0 0W0.s1", set()),  # W reads the results of I, of its own split alone
         ("0F0.s0 0F0.s1 0F1.s0 0F1.s1 0B1.s1 0B1.s0 0B0.s1 0B0.s0", set()),  # micro-batches in any order
         ("0F0.s1 0F0.s0 0B0.s1 0B0.s0", {"PP129"}),
         ("0F0.s0 0F0.s1 0I0.s0 0I0.s1 0W0.s0 0W0.s1", {"PP129"}),
@@ -97,7 +97,7 @@ def test_programs_of_one_rank(text, expected):
 
 @pytest.mark.parametrize("stranger", ["0F2", "2F0", "0F7", "9F0", "9F7"])
 def test_work_that_no_copy_has_is_foreign(stranger):
-    """Beyond the last stage, the last micro-batch, or both: with copies, who has what is looked up in a table."""
+    """Beyond the last stage, the last micro-batch, or both: with copies, a table gives the rank of each stage."""
     base = subject(topology={"pp": 2}, schedule={"kind": "chimera", "num_micro_batches": 2})
     assert codes(base) == set()
     mutant = mutated(base, lambda all_rows: all_rows[1].append(Row(parse_op(stranger))))
@@ -318,7 +318,7 @@ V_TURN = "0F0 1F0 1B0 0B0 0STEP 1STEP"
         ("0F0 1F0 1B0 0B0 0STEP 1STEP 1STEP", {"PP128"}),
         ("0F0 1F0 1B0 0B0 0STEP 1STEP 2STEP", {"PP128"}),
         ("0F0 1F0 1B0 0B0", set()),  # the caller steps
-        ("0STEP", set()),  # what the rank computes is not described
+        ("0STEP", set()),  # the computations of the rank are not described
         ("0STEP 0STEP", {"PP128"}),
     ],
 )

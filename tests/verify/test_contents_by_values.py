@@ -119,7 +119,7 @@ def test_a_wrong_name_is_found_if_and_only_if_a_value_changes(data, sizes, order
         return  # one buffer for two tensors of one operation: which of them it holds, no name states
     written = {name for row in own for name in row.writes}
     if any(name not in written for row in own for name in row.reads):
-        return  # what the program never writes is taken to be there from the start
+        return  # buffers that the program never writes are assumed to be there from the start
     found = findings(rows)
     if found & {"PP501", "PP502"}:
         return  # a race: which value is read is a matter of time

@@ -67,7 +67,7 @@ def test_bytes_of_messages():
         "",
         tensors=[tensor(dtype=dtype) for dtype in ("bfloat16", "float64", "bool", "int4")],
     ).graph
-    assert message_bytes(graph).tolist() == [10, 24, 0, 0, 7, 8]  # what is smaller than a byte takes one
+    assert message_bytes(graph).tolist() == [10, 24, 0, 0, 7, 8]  # a smaller message takes one byte
 
 
 def test_a_large_graph_is_checked_and_its_short_cycle_found(monkeypatch):

@@ -150,7 +150,7 @@ def test_posts_that_hold_the_host_make_a_deadlock_of_what_waits_later():
     assert ("PP401", "error") in found(with_backend(early, host_blocks_on_post=True))
 
 
-# --- what never comes ---
+# --- missing counterparts ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Edges past the next stage, passed on or sent directly: what the rules find in changed programs, times and memory."""
+"""Edges past the next stage, passed on or sent directly: findings in changed programs, times and memory."""
 
 from dataclasses import replace
 

@@ -196,7 +196,7 @@ def test_inner_sizes_of_whole_experts_need_not_divide():
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_sum_of_the_tp_ranks_experts_that_all_ranks_leave_out_is_found(sequence_parallel):
-    """The end of the block's MLP is the only sum of what the ranks' own experts made."""
+    """The only sum of the results of the ranks' own experts is at the end of the block's MLP."""
     one = experts(ep=1, tp=2, sequence_parallel=sequence_parallel, experts_over_tp=True)
     label = "layer.1.mlp.out"
     (layer,) = [layer for layer in one.plan.layers if layer.name == "layer.1"]

@@ -84,7 +84,7 @@ def test_the_order_of_additions_makes_ranks_no_less_alike(ranks_run):
 
 
 def test_a_rank_that_adds_otherwise_is_checked_for_itself():
-    """Equal but for what is added between and behind equal rows: one adds micro-batch 0 again in place of 1."""
+    """Equal but for additions between and behind equal rows: one adds micro-batch 0 again in place of 1."""
     right = "0F0 0F1 0B0 0SCALE_GRAD{scale=1} 0B1 0REDUCE_GRAD:dp{@dp} 0STEP"
     wrong = right.replace("0B1", "0B0")
     assert own(model(right, facts(BIAS), dp=2)) == set()

@@ -45,7 +45,7 @@ NUMELS = [row.stop for row in BASE.graph.rows()[0] if is_part(row)]
         ([sum(NUMELS) + 24], set()),  # padded
         ([sum(NUMELS[:3]), sum(NUMELS[3:5]), sum(NUMELS[5:]) + 8], set()),
         ([sum(NUMELS[:3]), sum(NUMELS[3:]), 8], {"PP613"}),  # one that has nothing left to sum
-        ([sum(NUMELS[:3]) + 24, sum(NUMELS[3:]), 8], set()),  # padding leaves open what is in it
+        ([sum(NUMELS[:3]) + 24, sum(NUMELS[3:]), 8], set()),  # with padding the content is ambiguous
         ([sum(NUMELS[:3]) - 8, sum(NUMELS[3:]) + 8], set()),  # a border inside of a parameter
         ([sum(NUMELS[:3]) - 8, sum(NUMELS[3:])], {"PP614"}),
         ([*NUMELS[1:], NUMELS[0]], set()),  # in another order
@@ -152,7 +152,7 @@ def test_the_parameters_of_calls_by_their_names_numbers_sizes_and_places(numels,
         (["2 range=0..7"], "2"),
         (["2 @cp range=0..7"], ""),  # a group of one rank sums nothing
         (["2 @cp range=0..7", "3 @dp range=0..7"], "3"),
-        (["2 @dp reduction=avg range=0..8", "3 @dp range=0..7"], "3"),  # an average of what is equal
+        (["2 @dp reduction=avg range=0..8", "3 @dp range=0..7"], "3"),  # an average of equal values
         (["2 @dp reduction=avg range=0..4", "3 @dp range=0..7"], "23"),
     ],
 )
@@ -215,7 +215,7 @@ def test_the_first_part_of_a_gradient_without_facts_ends_its_additions():
 @pytest.mark.parametrize(
     ("parameters", "calls", "steps", "expected"),
     [
-        # Each rank keeps and updates a half of what each call sums.
+        # Each rank keeps and updates a half of the sum of each call.
         (sized(a=8), ["0 @dp range=0..8 writes=grad[a]"], ("0..4", "4..8"), set()),
         (sized(a=8), ["0 @dp range=0..8 writes=grad[a]"], ("0..3", "3..8"), {(ELEMENTS, "a")}),
         (sized(a=4, b=4, c=8), ["0 @dp range=0..16"], ("0..8", "8..16"), set()),

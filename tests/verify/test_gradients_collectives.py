@@ -148,7 +148,7 @@ SUM = "0REDUCE_GRAD:dp{@dp}"
         ("0REDUCE_GRAD:dp{scale=1/2} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp scale=2}", [BIAS], {"dp": 2}, set()),
         ("0REDUCE_GRAD:dp{scale=1/2} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp}", [BIAS], {"dp": 2}, {"PP606"}),
         ("0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp scale=2}", [BIAS], {"dp": 2}, {"PP606"}),
-        # Over an axis of one rank nothing is summed; what is scaled is scaled.
+        # Over an axis of one rank nothing is summed; scales apply.
         (f"0REDUCE_GRAD:tp{{@tp}} {SUM}", [NORM], {"tp": 1, "dp": 2}, set()),
         (f"0REDUCE_GRAD:tp{{@tp scale=2}} {SUM}", [NORM], {"tp": 1, "dp": 2}, {"PP606"}),
         (f"0REDUCE_GRAD:tp{{@tp scale=2}} 0SCALE_GRAD{{scale=1/2}} {SUM}", [NORM], {"tp": 1, "dp": 2}, set()),

@@ -74,7 +74,7 @@ def test_two_buckets_are_cut_each():
     assert errors(flat(*ranks, buckets=buckets, updates=halves, parameters=(A, B))) == []
     found = only(flat(*((row, []) for row, _ in HALVES), buckets=buckets, parameters=(A, B)), "PP614")
     assert "0STEP updates elements 4..8 of `a`" in found.message
-    assert errors(flat(*ranks, buckets=buckets)) == []  # nothing states what is updated
+    assert errors(flat(*ranks, buckets=buckets)) == []  # nothing states the updated elements
 
 
 def test_stated_updates_of_other_elements_than_are_kept():
@@ -157,7 +157,7 @@ GATHER = "0STEP{range=%s} 0GATHER_WEIGHT:dp 0GATHER_WEIGHT:dp/0.%s:dp{group=0 ra
         # One member does not call: that is PP306.
         (GATHER % ("0..8", "ALL_GATHER", "0..8"), "0STEP{range=8..16}"),
         ("0STEP{range=0..8}", GATHER % ("8..16", "ALL_GATHER", "8..16")),
-        # No gather: every member gets what the root has.
+        # No gather: every member gets the root's value.
         [GATHER % ("8..16", "BROADCAST", "8..16")] * 2,
         # The second gather states sizes alone.
         [GATHER % (own, "ALL_GATHER", own) + " 0GATHER_WEIGHT:dp/1.ALL_GATHER:dp{group=0 range=0..4}"

@@ -86,7 +86,7 @@ def test_sizes_that_rows_may_use(text, scale, sizes, expected):
 
 
 def test_a_program_that_only_adds_is_not_checked():
-    """It has no reduction, scale or step: what becomes of its gradients is not in it."""
+    """It has no reduction, scale or step: it does not show the use of its gradients."""
     assert own(model("0F0 0F1 0B0 0B1", facts(BIAS), dp=2)) == set()
     assert own(model("0F0 0F1 0B0 0B1{reduction=overwrite}", facts(BIAS), dp=1)) == {"PP605"}
 

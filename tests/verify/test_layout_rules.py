@@ -177,7 +177,7 @@ def test_a_norm_under_sequence_parallelism_that_is_not_marked_partial(monkeypatc
     )
 
 
-# --- what the graph issues ---
+# --- issued collectives ---
 
 
 def mutated(base, change):

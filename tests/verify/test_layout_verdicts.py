@@ -49,7 +49,7 @@ def test_the_first_entry_of_each_edge_is_the_activation(entries, checked):
     assert [f.message.partition(" is")[0] for f in found_in("PP209", one)] == ["`skip`"] * checked
 
 
-# --- 208: what the graph issues ---
+# --- 208: issued collectives ---
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_first_entry_of_each_edge_is_the_activation(entries, checked):
     ],
 )
 def test_the_first_micro_batch_may_be_smaller_than_the_model_allows(sizes, elements):
-    """Layers are described for 2 sequences of 8 tokens, 256 elements; what is issued goes with each micro-batch."""
+    """Layers are described for 2 sequences of 8 tokens, 256 elements; issued sizes follow each micro-batch."""
     one = subject(topology={"pp": 2, "tp": 2}, schedule={"num_micro_batches": 2, **sizes})
     issued = {
         str(row.op.target): row.stop - row.start for row in one.graph.rows()[0] if "/0.ALL_REDUCE:tp" in str(row.op)

@@ -1,4 +1,4 @@
-"""The memory budget: who is over it, when, of what, and what would fit."""
+"""The memory budget: ranks over it, the time, the parts, and changes that fit."""
 
 import itertools
 import json

@@ -129,7 +129,7 @@ def one_rank(rows):
 
 @given(round_trips(), st.data())
 def test_each_row_of_a_round_trip_is_needed(drawn, data):
-    """Without a wait there is a race, without a copy a read of what is not there, without its own buffer a mix-up."""
+    """Without a wait there is a race, without a copy a read of missing data, without its own buffer a mix-up."""
     rows, offloaded, pool = drawn
     assert codes(one_rank(rows)) == set()
     i = data.draw(st.sampled_from(offloaded))

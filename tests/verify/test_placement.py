@@ -223,7 +223,7 @@ def test_a_pp_group_may_hold_the_two_owners_of_a_tied_weight():
         ("tp", ("0F0", "1F0"), {"PP309"}),
         ("dp", ("0F0 2F0", "0F0 1F0"), {"PP309"}),
         ("pp", ("0F0", "1F0"), set()),
-        ("tp", ("0F0", ""), set()),  # nothing is known of what rank 1 computes
+        ("tp", ("0F0", ""), set()),  # the computations of rank 1 are unknown
         ("world", ("0F0", "1F0"), set()),
     ],
 )

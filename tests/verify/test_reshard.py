@@ -145,7 +145,8 @@ def test_the_witness_of_a_wrong_reshard_is_in_the_coordinates_of_both_sides():
 
 
 def tuple_boundary(members, num_tp, transport):
-    """All members cross from ranks 0 .. n - 1 to the next n in one micro-batch, each by what the transport makes."""
+    """All members cross from ranks 0 .. n - 1 to the next n in one micro-batch, each by the messages of the
+    transport."""
     tensors = [spec(f"output {m.member}", m, num_tp) for m in members]
     tensors += [spec(f"input {m.member}", m, num_tp, at_sender=False) for m in members]
     rows = [[] for _ in range(2 * num_tp)]

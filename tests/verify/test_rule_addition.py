@@ -43,7 +43,7 @@ def add_rule(monkeypatch):
 
 
 def identity(report):
-    """A report's JSON without what rules found."""
+    """A report's JSON without findings."""
     return {key: value for key, value in report.to_json().items() if key != "findings"}
 
 

@@ -1,4 +1,4 @@
-"""Messages with shapes: what a plan lowers to and costs, and every message that is missing, superfluous or late."""
+"""Messages with shapes: lowering and cost of a plan, and every message that is missing, superfluous or late."""
 
 import dataclasses
 

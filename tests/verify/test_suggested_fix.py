@@ -1,4 +1,4 @@
-"""Changes that end a deadlock: where several are needed, and what none of them may do."""
+"""Changes that end a deadlock: several where they are needed, and forbidden effects."""
 
 import pytest
 

@@ -196,7 +196,7 @@ def test_a_tensor_without_a_gradient_is_a_full_send_on_its_way_forward_only():
     assert [f.message.partition(", so")[0] for f in notes] == [
         "forward: `partial` is declared, but the 15 local elements of `mask` do not divide by topology.tp 2"
     ]
-    assert notes[0].help is None  # `partial` is what happens to the other tensor
+    assert notes[0].help is None  # `partial` applies to the other tensor
 
 
 def test_partial_needs_a_slice_and_a_gather_per_message():

@@ -1,4 +1,4 @@
-"""Scales between stages: what I, SEND_B and RECV_B multiply, and the rows that a wrong weight is shown at."""
+"""Scales between stages: the effect of scales on I, SEND_B and RECV_B, and the rows that show a wrong weight."""
 
 import pytest
 

@@ -54,7 +54,7 @@ def rows_of(draw, special, queues):
 
 @st.composite
 def programs(draw):
-    """Two ranks. Only some programs need to know what backwards read; each reason for that comes alone, too."""
+    """Two ranks. Only some programs depend on the reads of backwards; each reason for that comes alone, too."""
     reason = draw(st.sampled_from(["", "", "batch", "special", "side", "host", "all", "all"]))
     queues = [queue for queue in ("side", "host") if reason in (queue, "all")]
     special = reason in ("special", "all")
@@ -113,7 +113,7 @@ def test_small_programs_have_the_uses_of_the_definition(name):
 
 
 def test_plans_have_the_uses_of_the_definition():
-    """Slices, joined tensors, several stages on a rank, sharded optimizers: what the lowering makes."""
+    """Slices, joined tensors, several stages on a rank, sharded optimizers, all from the lowering."""
     for one in (
         subject(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial"),
         subject(model={"num_layers": 8}, schedule={"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 2}),

@@ -85,7 +85,7 @@ class _Uses:
             for kinds in readers:
                 for user in self.of(*kinds, place=self.place(op))[:1]:
                     self.use(buffer, user, READS)
-        for op in self.of(*consumers):  # what the neighbouring stage of the same rank made
+        for op in self.of(*consumers):  # the output of the neighbouring stage of the same rank
             if not self.of(recv, place=self.place(op)) and self.of(*consumers, place=self.place(op, step)):
                 self.use(("made", self.place(op, step), direction), op, READS)
 

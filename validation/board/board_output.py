@@ -66,7 +66,7 @@ def _right(headings: Sequence[str], first: int, last: int) -> list[str]:
 
 
 def notes_of(predictions: Sequence[Prediction]) -> list[str]:
-    """Return what the plans of predicted rows have only approximately, each once."""
+    """Return the approximations of the plans of predicted rows, each once."""
     return list(dict.fromkeys(n for p in predictions if p.predicted is not None for n in p.measurement.notes))
 
 
@@ -105,7 +105,7 @@ def groups_in_markdown(predictions: Sequence[Prediction]) -> str:
 
 
 def rows_in_markdown(predictions: Sequence[Prediction]) -> str:
-    """Return a section for each group in Markdown: its rows, what their plans approximate, rows without a plan."""
+    """Return a section for each group in Markdown: its rows, the approximations of their plans, rows without a plan."""
     return "\n".join(_sections(predictions))
 
 

@@ -22,7 +22,7 @@ _REPLAYED = {"attn": "attention", "moe_router": "router"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a recipe: the way of tokens to experts, and what is replayed, hidden, fused and recomputed.
+    """Settings of a recipe: the way of tokens to experts, and replayed, hidden, fused and recomputed parts.
 
     ``replayed`` has the parts of ``cost.analytic.replayed``; ``is_replayed_whole`` is true for graphs of whole steps.
     ``recomputed`` has modules of ``memory.recompute_modules``.

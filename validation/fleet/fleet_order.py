@@ -136,7 +136,7 @@ def order_findings(subject: Subject, step: int, events: Sequence[RankEvents]) ->
 
     Each rank must run the plan's forwards and backwards in the plan's order. For each pair of ranks a receive of the
     same shape and type must match the k-th send, and activations and gradients must be the plan's, in its order. Every
-    computation must be given what the previous (or next) stage computed of the same micro-batch.
+    computation must get the result of the previous (or next) stage for the same micro-batch.
     """
     yield from _compare_computations(subject, step, events)
     sent, received = _by_pair(events, sent=True), _by_pair(events, sent=False)

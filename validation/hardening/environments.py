@@ -194,7 +194,7 @@ def end(process: subprocess.Popen[bytes], started: float) -> Ended:
 
 
 def left(command: Command, directory: Path, ended: Ended) -> str | None:
-    """Return what the command left behind that it must not; a worker is given a moment to end."""
+    """Return forbidden remains of the command; a worker is given a moment to end."""
     deadline = time.monotonic() + 10
     while (pids := processes(directory)) and time.monotonic() < deadline:
         time.sleep(0.05)

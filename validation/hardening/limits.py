@@ -35,7 +35,7 @@ schedule: {{kind: 1f1b, num_micro_batches: {m}, micro_batch_size: 1}}
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit, and what makes an input of its size in a directory and returns the command that reads it."""
+    """A limit, and a function that makes an input of its size in a directory and returns the command that reads it."""
 
     name: str
     limit: str

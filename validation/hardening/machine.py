@@ -39,7 +39,7 @@ _LONGEST_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Shell commands before the run, its limits, the documented exit statuses, and what a message has to name."""
+    """Shell commands before the run, its limits, the documented exit statuses, and the words required in a message."""
 
     name: str
     kind: str

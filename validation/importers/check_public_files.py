@@ -27,7 +27,7 @@ _DEGREES: Final = ("pp", "tp", "cp")
 
 
 def outcome_of(kind: str, file: Path, expected: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the outcome, which is "wrong" where it is not the expected one, and what was found."""
+    """Return the outcome, which is "wrong" where it is not the expected one, and the findings."""
     try:
         imported = import_files(kind, [file], Flags())
     except BadPlanError as error:

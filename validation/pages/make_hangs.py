@@ -39,7 +39,7 @@ from tests.exec.monitor.hang_jobs import BACKEND, CAUSES, NUM_RANKS, Framework, 
 PAGE = EVIDENCE / "planted-hangs.md"
 RESULTS = EVIDENCE / "planted_hangs.json"
 _STEP_S = 0.6
-"""Measured seconds of a step of the healthy job, to choose their number; what the page states is counted."""
+"""Measured seconds of a step of the healthy job, to choose their number; the page states counted figures."""
 _DETECTED_S = 10
 _TITLES: Mapping[Framework, str] = {"torch": "PyTorch", "paddle": "Paddle"}
 _PACKAGES: Mapping[Framework, str] = {"torch": "torch", "paddle": "paddlepaddle"}

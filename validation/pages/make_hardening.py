@@ -58,7 +58,7 @@ def starts_row(suffix: str, where: str) -> tuple[str, ...]:
 
 
 def tried_table() -> str:
-    """Return what each tool tried and how much of it was handled."""
+    """Return the attempts of each tool and the number that was handled."""
     fuzz, soak = RESULTS["fuzz"], RESULTS["soak"]
     limits = RESULTS["limits"]
     environments = [

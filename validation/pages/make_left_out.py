@@ -26,7 +26,7 @@ the measurements that come with pipeproof, and a test computes it again. `benchm
 
 
 def rows() -> list[tuple[str, str, str, float, float]]:
-    """Return each fit: measurements, what is left out in turn, constants, and the mean errors with and without it."""
+    """Return each fit: measurements, the part left out in turn, constants, and the mean errors with and without it."""
     found = []
     for fit in fit_host_times.left_out():
         what = "each case" if fit.name == "one GB200 node" else "each case, on all its machines"

@@ -45,7 +45,7 @@ def schedule_pages() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def kinds_part() -> str:
-    """The table of all kinds, with what its columns mean."""
+    """The table of all kinds, with the meaning of its columns."""
     all_shown = [Shown(kind) for kind in SCHEDULE_KINDS.values()]
     case = all_shown[0].case
     header = ("schedule", "description", "stages per rank", "placement", "backward", "makespan", "bubble", "peak",

@@ -47,7 +47,7 @@ def sizes_in(packages: Path) -> dict[str, tuple[str, float]]:
 
 
 def bytes_of(distribution: Distribution) -> int:
-    """Bytes on the disk of what a distribution installed."""
+    """Bytes on the disk of the files of a distribution."""
     files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
     return sum(file.stat().st_size for file in files if file.is_file())
 

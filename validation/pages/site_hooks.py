@@ -61,7 +61,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 @cache
 def generated_pages() -> Mapping[str, str]:
-    """Return what is made when the site is built, by its path: pages of codes and of schedule kinds, and pictures."""
+    """Return the files made with the site, by path: pages of codes and of schedule kinds, and pictures."""
     sys.path.append(str(Path(__file__).parent))
     from make_options import page as options_page
     from make_rules import code_pages

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process. Queues carry the values; what a rank issues is recorded in pipeproof's text form.
+"""Ranks as threads of one process. Queues carry the values; operations are recorded in pipeproof's text form.
 
 Sends never block here, so a program that hangs on a cluster runs to its end,
 and its record shows the rules the order in which it would hang.
@@ -50,7 +50,7 @@ class RecordedRank:
 
 
 def run(num_ranks, program):
-    """Run ``program(comm)`` on every rank; return its results and the text of what the ranks issued."""
+    """Run ``program(comm)`` on every rank; return its results and the text of the ranks' operations."""
     queues = defaultdict(queue.Queue)
     ranks = [RecordedRank(rank, num_ranks, queues) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:

@@ -1,4 +1,4 @@
-"""Region copies: sizes, types and shards that fit or do not, and what is said."""
+"""Region copies: sizes, types and shards that fit or do not, and the messages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Statements inverted: as people would write them, and what cannot be."""
+"""Statements inverted, as people would write them, and statements without an inverse."""
 
 import pytest
 

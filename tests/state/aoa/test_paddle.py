@@ -1,4 +1,4 @@
-"""Random programs: our map makes what numpy makes, and what Paddle's own engine makes."""
+"""Random programs: our map equals numpy and Paddle's own engine."""
 
 import pytest
 from hypothesis import given, settings

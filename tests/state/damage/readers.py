@@ -29,7 +29,7 @@ def resumed(at, place, whole, steps_done):
 
 
 def verified(at, place, whole, steps_done):
-    """``state --verify``, and what is there if it finds nothing."""
+    """``state --verify``, and the content if it finds nothing."""
     faults = file_findings(place)
     if faults:
         raise PipeproofError(*faults)

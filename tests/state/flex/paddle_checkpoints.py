@@ -1,4 +1,4 @@
-"""Checkpoints in Paddle's format made without Paddle, and whole tensors assembled from what was opened."""
+"""Checkpoints in Paddle's format made without Paddle, and whole tensors assembled from opened ones."""
 
 import pickle
 
@@ -13,7 +13,7 @@ from tests.state.flex.ranks import shard_of, values_of
 
 
 def written_shards(plan, suffix="safetensors"):
-    """By file what is stored in it, and the shards as Paddle's metadata says them."""
+    """The content of each file, and the shards as in Paddle's metadata."""
     values, files, shards = values_of(plan), {}, []
     for rank in range(plan.mesh.num_ranks):
         name = f"{rank}_0.{suffix}"

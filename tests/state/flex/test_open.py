@@ -1,4 +1,4 @@
-"""Paddle's checkpoints opened without Paddle: what is right comes out bit for bit, what is not is named."""
+"""Paddle's checkpoints opened without Paddle: right ones come out bit for bit, faults are named."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Real ranks over gloo: what Paddle writes there, what we make of it, and what Paddle itself makes of it."""
+"""Real ranks over gloo: Paddle's files there, read by us and by Paddle itself."""
 
 import hashlib
 

@@ -9,7 +9,7 @@ from tests.state.tiny import files_below
 def require_old_or_new(root, old, new, name):
     """The old states as they were; the new one, called ``name``, absent or whole; whether it is there.
 
-    ``old`` and ``new`` are files and bytes: of what was below ``root``, and of what an undisturbed process makes.
+    ``old`` and ``new`` are files and bytes: below ``root`` before, and as an undisturbed process makes them.
     """
     now = files_below(root)
     assert {path: now.get(path) for path in old} == old

@@ -1,7 +1,7 @@
 """Every change of files that a process makes, counted and recorded; it kills itself at one of them.
 
-What is counted is stored below, by name: a change that a process makes in another
-way would be missed, so tests hold the bytes recorded against the files.
+The counted operations are stored below, by name: a change that a process makes in another way would be missed, so tests
+hold the bytes recorded against the files.
 """
 
 import builtins
@@ -16,7 +16,7 @@ _WRITES = ("write", "pwrite", "writev", "pwritev")
 _BY_HANDLE = ("fsync", "fdatasync", "ftruncate", "posix_fallocate")
 _BY_PATH = ("rename", "replace", "link", "symlink", "unlink", "remove", "mkdir", "rmdir", "truncate")
 _OTHERS = ("copy_file_range", "sendfile", "splice")
-"""Not expected: they would write what is not counted."""
+"""Not expected: they would write bytes that are not counted."""
 _MAKES = os.O_CREAT | os.O_TRUNC
 
 

@@ -27,7 +27,7 @@ PLANS_THAT_LOAD = {"the plan that saved it": PLANS["sharded"].plan, "another top
 
 
 class Rank:
-    """Holds what was put into it, as an adapter does."""
+    """Holds the values put into it, like an adapter."""
 
     def __init__(self):
         self.held = None

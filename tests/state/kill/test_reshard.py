@@ -32,7 +32,7 @@ def words(root, at, out, options, jobs):
 
 @pytest.fixture(scope="module", params=OUTPUTS.values(), ids=OUTPUTS)
 def made(request, tmp_path_factory):
-    """Output, options, where the source is, what the undisturbed command makes, and its log."""
+    """Output, options, the directory of the source, the output of the undisturbed command, and its log."""
     out, options = request.param
     root = tmp_path_factory.mktemp("made")
     save_all("sharded", root / "old", 2, "job")

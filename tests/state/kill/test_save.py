@@ -19,7 +19,7 @@ NEW = "step-00000002"
 
 @pytest.fixture(scope="module", params=["sharded", "experts"])
 def begun(request, tmp_path_factory):
-    """A plan, a directory with its first state, and what the second one is to be, with the log of how it was made."""
+    """A plan, a directory with its first state, and the content of the second one, with the log of its making."""
     root = tmp_path_factory.mktemp(request.param)
     save_all(request.param, root / "old", 1, "job")
     old = files_below(root / "old")
@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_while_all_save_leaves_the_old_state_or_the_new_on
     wait([ranks[victim].sentinel])
     if ranks[victim].wait() is None:
         for rank in ranks:
-            rank.kill()  # what a launcher does
+            rank.kill()  # like a launcher
     for rank in ranks[:victim] + ranks[victim + 1 :]:
         rank.wait_for_end()
     require_old_or_new(at, old, new, NEW)

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def apply_map(state_map, arrays):
-    """The target's tensors of a map; what no region copy fills stays NaN."""
+    """The target's tensors of a map; elements that no region copy fills stay NaN."""
     made = {}
     for name, tensor in state_map.tensors.items():
         target = np.full(tensor.shape, np.nan)

@@ -1,4 +1,4 @@
-"""The configuration next to Hugging Face's names says of what sizes the model is, and which class computes it."""
+"""The configuration next to Hugging Face's names states the sizes of the model, and the class that computes it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every weight has one name, one place and a way back; what other tools do not have is refused."""
+"""Every weight has one name, one place and a way back; parts that other tools do not have are refused."""
 
 from __future__ import annotations
 

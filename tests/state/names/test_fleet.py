@@ -1,7 +1,7 @@
 """PaddleFormers' own statements to PaddleFleet's names make the tensors that ``paddlefleet`` names, element by element.
 
-The files in ``fleet`` are what its classes give for the sizes of these models. A
-class has tensors besides that a plan's model has not, and they are made, too.
+The files in ``fleet`` come from its classes, for the sizes of these models. A class has tensors besides that a plan's
+model has not, and they are made, too.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Statements between two conventions say what the conventions' own maps say."""
+"""Statements between two conventions equal the conventions' own maps."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_they_make_every_tensor_of_the_same_elements_as_the_two_maps_composed(ki
     assert {name: tensor.shape for name, tensor in said.tensors.items()} == {
         name: tensor.shape for name, tensor in right.tensors.items()
     }
-    # A copy may be made of another copy: what both are is the same element of pipeproof's own.
+    # A copy may be made of another copy: both are the same element of pipeproof's own tensor.
     ours = map_from_own_names(one, model, "bfloat16")
     assert not list(map_differences(compose(ours, said), compose(ours, right)))
 

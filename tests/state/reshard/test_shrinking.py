@@ -29,7 +29,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def there(made, tmp_path, monkeypatch):
-    """A place with a copy of them, and what names the files of a source."""
+    """A directory with a copy of them, and the names of a source's files."""
     for name, content in files_below(made).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)

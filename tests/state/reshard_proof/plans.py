@@ -1,4 +1,4 @@
-"""Small plans, and what their ranks write, for the proof."""
+"""Small plans, and the files of their ranks, for the proof."""
 
 from pipeproof.comm.lower import lower
 from pipeproof.specs.load_plan import plan_from_dict
