@@ -265,7 +265,7 @@ def test_where_whole_tensors_do_not_stay_slices_are_cut(buffers):
 def test_what_paddle_does_not_do_on_gpus_is_refused():
     with pytest.raises(PipeproofError, match=r"the plan has buffers\.receive_slots .* Paddle on a GPU"):
         require_issuable(subject(run=ON_GPU, buffers={"receive_slots": 4}))
-    with pytest.raises(PipeproofError, match="Paddle's transfers on GPUs only wait for those of their edge"):
+    with pytest.raises(PipeproofError, match="Paddle's transfers on GPUs only wait for transfers of their edge"):
         require_executable(subject(run=ON_GPU, transport={"queue": "rank"}))
     require_executable(subject(run=ON_GPU))
     require_issuable(subject(run=ON_GPU))

@@ -1,7 +1,7 @@
 """Adapter of a rank's machine to a framework: it computes with the stage, moves tensors, and logs the operations.
 
-Nothing here reads a value of a tensor during a step: losses, gradients and router values are read at its end
-(``finish``), so that the host runs ahead of a GPU.
+This module reads no value of a tensor during a step: losses, gradients and router values are read at its end
+(``finish``). So the host can run ahead of a GPU.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class RankAdapter:
     """One rank: its stages, their tensors and optimizers, and its communication.
 
     ``enter`` is called with the step and id of each host operation and each child collective before it is executed.
-    ``watch`` gets the tensors at the borders between layers. ``clock`` times the operations; the default is the host's.
+    ``watch`` gets the tensors between layers. ``clock`` times the operations; the default is the host's.
     ``make_step_end`` makes the end of a step from the plan, the coordinates, the stages, and the two issuers.
-    ``frees_sends`` is as of ``RankTransfers``. ``overlap_points`` makes the context of each overlapped pair whose
-    computations take turns at points that the graph does not have; without it those do that have parts in the graph.
-    ``annotate`` is called at the beginning of a step. It may return what makes the context of each operation from its
-    text: a range in the trace of a profiler.
+    ``frees_sends``: see ``RankTransfers``. ``overlap_points`` makes the context of each overlapped pair whose
+    computations alternate at points outside of the graph; without it, pairs with parts in the graph alternate.
+    ``annotate`` is called at the beginning of a step. It may return a function from an operation's text to its context:
+    a range in the trace of a profiler.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RankAdapter:
             for index, collectives in world.collectives.items()
         }
         self._used_over: dict[tuple[str, int, str], Collectives] = {}
-        """Those that were asked for, by axis, stage and weight."""
+        """The collectives that were asked for, by axis, stage and weight."""
         self._children = ChildCollectives(self, framework.arrays)
         self._factory = framework.stages(plan, self._coords, self._children)
         self._stages = self._made_stages()
@@ -97,7 +97,7 @@ class RankAdapter:
         self._step = -1
         self._losses: list[tuple[Op, Tensor]] = []
         self._traffic: list[tuple[LogEntry, Callable[[], Traffic]]] = []
-        """Entries of this step whose rows are not counted yet, for which the host would wait."""
+        """Entries of this step without their counts of rows: for these the host would wait."""
         self._texts: dict[int, str] = {}
         self._overlap_points = overlap_points
         index = plan.graph.global_rank.index(rank)
@@ -260,7 +260,7 @@ class RankAdapter:
         return self._clock.now()
 
     def end_of(self, block: Callable[[], object]) -> int:
-        """Return the time on the clock of the log at which the work ends that ``block`` waits for, see ``Clock``."""
+        """Return the time on the log's clock at which the work that ``block`` waits for ends, see ``Clock``."""
         return self._clock.end_of(block)
 
     def begin_entry(self, queue: str, text: str) -> LogEntry:
@@ -274,11 +274,11 @@ class RankAdapter:
         entry.ranks = collectives.ranks
         entry.numel, entry.dtype = self._arrays.numel(call.tensor), self._arrays.dtype(call.tensor)
         entry.traffic = call.traffic
-        if call.traffic_of is not None:  # the tensors are kept until then, and those of counts are small
+        if call.traffic_of is not None:  # the tensors are kept until then; tensors of counts are small
             self._traffic.append((entry, partial(call.traffic_of, result)))
 
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
-        """Return the collectives along a mesh axis; along ``pp`` those of the holders of a stage's weight."""
+        """Return the collectives along a mesh axis; along ``pp`` they connect the holders of a stage's weight."""
         self.transfers.drain()
         cached = self._used_over.get((axis, stage, weight))
         if cached is None:
@@ -380,14 +380,14 @@ class RankAdapter:
         self._routers.end_step(op.stage)
 
     def _members_before(self, op: Op) -> tuple[Boundary, ...]:
-        """Members of the edge before the stage of an operation, for its work item, then direct edges to it."""
+        """Members of the edge before an operation's stage, for its work item, then direct edges to the stage."""
         crossing = self._plan.edges[op.stage - 1].members(self._work_item(op)) if op.stage else ()
         by_work_item = self._plan.size_of_work_item
         variant = by_work_item[self._work_item(op)] if by_work_item else 0
         return *crossing, *(edge.variants[variant] for edge, _ in self._direct_at(op.stage, makes=False))
 
     def _num_crossing(self, stage: int, op: Op) -> int:
-        """Number of the inputs of a stage that the stage before made."""
+        """Number of a stage's inputs that the stage before it made."""
         return len(self._plan.edges[stage - 1].members(self._work_item(op))) if stage else 0
 
     @cached_property
@@ -424,7 +424,7 @@ class RankAdapter:
                             self.transfers.on_stage(user, op).input[input_position] = held[position].detach()
 
     def _sum_norms(self, instruction: Instruction) -> tuple[tuple[int, ...], int, str]:
-        """Execute a collective without a parent: one of the norm's."""
+        """Execute a collective without a parent: a sum of norms."""
         self.transfers.drain()
         group = self._plan.graph.groups[instruction.row.group]
         collectives = self._collectives[group.axis, group.ranks]
@@ -449,10 +449,10 @@ class RankProgram:
     def __init__(self, graph: OpGraph, index: int, adapter: RankAdapter, *, is_proved: bool = True) -> None:
         self.machine, self.adapter, self._is_proved = RankMachine(graph, index), adapter, is_proved
         self.op_id = -1
-        """The last operation that was begun, which may be a transfer that is only posted; -1 before the first."""
+        """The last operation that began; it may be a transfer that is only posted; -1 before the first."""
         self._handed_out: Sequence[Instruction] = ()
         self._num_executed = 0
-        """Instructions that the machine has handed out last, and how many of them the adapter has executed."""
+        """The machine's last instructions, and how many of them the adapter has executed."""
 
     def run(self, step: int) -> None:
         """Run one step, operation by operation; the adapter has begun it.
@@ -487,7 +487,7 @@ class RankProgram:
         self.adapter.transfers.validate_state(self.machine.under_way - due, due=due, at_end=self.machine.finished)
 
     def story(self) -> str:
-        """Return the rank's position, and what is posted, held in slots and kept of work items, one line each."""
+        """Return lines on the rank's position, posted transfers, used slots and kept work items."""
         lines = [self.machine.position(), *self.adapter.transfers.story()]
         try:
             self.validate_state()

@@ -32,7 +32,7 @@ def prepare_checkpoint(
 ) -> CheckpointOptions:
     """Check the state to resume from and the directory to save to, before any process starts; resolve their paths.
 
-    ``on_note`` is called with the note on steps that get other micro-batches than those of the state.
+    ``on_note`` is called with the note if steps get other micro-batches than the state's steps.
 
     Raises:
         StateError: the state does not exist, is incomplete or does not fit the plan, or there is no room to save.
@@ -69,7 +69,7 @@ def prepare_checkpoint(
 def only_writer(options: CheckpointOptions) -> Iterator[None]:
     """Lock the directory of states until the end of the block: two runs would remove each other's files.
 
-    The kernel removes the lock when the process ends. A file system without locks of directories has none here.
+    The kernel removes the lock when the process ends. A file system without directory locks is not locked.
 
     Raises:
         StateError: another run saves there.
@@ -107,7 +107,7 @@ def _require_paddle(options: CheckpointOptions, subject: Subject) -> None:
 
 
 def restore_state(adapter: RankAdapter, arrays: Arrays, plan: LoweredPlan, rank: int, directory: Path) -> None:
-    """Give a rank its part of a saved state; all of it is read before any of it is put in place."""
+    """Give a rank its part of a saved state; all parts are read before any value is replaced."""
     from pipeproof.state.read_state import SavedState, read_rank_state
     from pipeproof.state.state_index import read_index
 
@@ -177,7 +177,7 @@ def rank_shards(adapter: RankAdapter, arrays: Arrays, plan: LoweredPlan, rank: i
 
 
 def remove_unfinished(options: CheckpointOptions, job: str) -> None:
-    """Remove the unfinished states of the run named ``job``, and the directory if it is empty then."""
+    """Remove the unfinished states of the run ``job``, and the directory if it is empty then."""
     if options.root is None:
         return
     from pipeproof.state.write_state import remove_partial_states

@@ -18,7 +18,7 @@ from pipeproof.stages.describe.layer import COUNTS_DTYPE
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective that a layer asks for: ``act`` calls it on a group's collectives, begun ones or others."""
+    """A collective that a layer asks for: ``act`` calls it on a group's collectives, asynchronous or not."""
 
     kind: OpKind
     axis: str
@@ -28,7 +28,7 @@ class Call:
     traffic: Traffic = ()
     """Rows sent to and received from each member, of an all-to-all of tokens."""
     traffic_of: Callable[[Tensor], Traffic] | None = None
-    """The same of an all-to-all of counts, from its result, at the end of the step: rows that the counts announce."""
+    """For an all-to-all of counts, from its result, at the end of the step: the rows that the counts announce."""
 
 
 class Issuer(Protocol):
@@ -38,7 +38,7 @@ class Issuer(Protocol):
         """Issue collectives one after the other; return their results."""
 
     def announce(self, call: Call, use: Callable[[Tensor], Used]) -> Callable[[], Used]:
-        """Issue a collective; return a function that gives what ``use`` makes of its result."""
+        """Issue a collective; return a function that returns ``use`` of its result."""
 
 
 class Host(Protocol):
@@ -53,7 +53,7 @@ class Host(Protocol):
         """Return the time on the clock of its log."""
 
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
-        """Return the collectives along a mesh axis; along ``pp`` those of the holders of a stage's weight."""
+        """Return the collectives along a mesh axis; along ``pp`` they connect the holders of a stage's weight."""
 
     def begin_entry(self, queue: str, text: str) -> LogEntry:
         """Append an entry that starts now to its log."""
@@ -78,7 +78,7 @@ class ChildCollectives:
 
     @contextmanager
     def issued_by(self, issuer: Issuer) -> Iterator[None]:
-        """Within the context another issuer, which knows their parents, takes the collectives."""
+        """Within the context another issuer, which knows their parents, issues the collectives."""
         self._issuer = issuer
         try:
             yield
@@ -112,9 +112,9 @@ class ChildCollectives:
     def announce(
         self, counts: Tensor, sizes: Sequence[int], use: Callable[[Tensor], Used], *, label: str
     ) -> Callable[[], Used]:
-        """Exchange counts, ``sizes[m]`` with each EP rank m; return a function that gives what ``use`` makes of them.
+        """Exchange counts, ``sizes[m]`` with each EP rank m; return a function that returns ``use`` of them.
 
-        In an overlapped pair that function lets the other computation have its turn first.
+        In an overlapped pair that function runs the other computation first.
         """
         call = self._exchange(counts, sizes, sizes)
         if self._issuer is not None:

@@ -93,7 +93,7 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
 
 
 def _recompute_refusals(spec: PlanSpec) -> Iterator[Refusal]:
-    """Modules whose outputs alone are not kept; gathered tokens would be kept for shared experts."""
+    """Modules whose recomputation would still keep memory: their output, or gathered tokens for shared experts."""
     memory, path = spec.memory, ("memory", "recompute_modules")
     if memory.recompute != "selective":
         return
@@ -120,14 +120,14 @@ def _transport_refusals(spec: PlanSpec) -> Iterator[Refusal]:
     queue = spec.transport.queue
     if not _has_threads(spec) and queue not in (None, "directed_edge"):
         transfers = "PyTorch's transfers" if spec.run.backend == "torch" else "Paddle's transfers on GPUs"
-        yield ("transport", "queue"), f"the plan has queue {queue}, and {transfers} only wait for those of their edge"
+        yield ("transport", "queue"), f"the plan has queue {queue}; {transfers} only wait for transfers of their edge"
 
 
 def _rehearsal_refusals(spec: PlanSpec) -> Iterator[Refusal]:
-    """Messages and turns that cannot be rehearsed.
+    """Messages and overlapped pairs that cannot be rehearsed.
 
-    A packed one has bytes in place of elements that could be marked. Stages without values take no turns. Paddle on a
-    GPU makes views of a slot with kernels, which may fail silently.
+    A packed message has bytes, which cannot be marked like elements. Stages without values do not alternate. Paddle on
+    a GPU makes views of a slot with kernels, which may fail silently.
     """
     if spec.transport.messages == "packed":
         yield ("transport", "messages"), "the plan has packed messages and is rehearsed"
@@ -166,7 +166,7 @@ def _graph_refusals(subject: Subject) -> Iterator[Refusal]:
     on_other_queue = ~transfers & ~np.isin(graph.queue, (NONE, COMPUTE_QUEUE, HOST_QUEUE))
     if spec.schedule.reduce_gradients == "when_ready" and GRADIENTS_QUEUE in graph.queues:
         on_other_queue &= graph.queue != graph.queues.index(GRADIENTS_QUEUE)
-    on_other_queue &= graph.part_before == NONE  # collectives of pairs that take turns run while the rank computes
+    on_other_queue &= graph.part_before == NONE  # collectives of alternating pairs run while the rank computes
     if not _has_threads(spec):
         on_other_queue |= transfers & (graph.queue != NONE)
     for op_id in np.flatnonzero(on_other_queue)[:1].tolist():
@@ -184,7 +184,7 @@ def _graph_refusals(subject: Subject) -> Iterator[Refusal]:
                 f"the batch of {graph.ops[ahead]} is closed after {graph.ops[early]}, a later message of its channel",
             )
     unknown = ~graph.is_kind(_KNOWN)
-    if spec.run.clip_norm is None:  # collectives without a parent are those of the norm
+    if spec.run.clip_norm is None:  # collectives without a parent are sums of norms
         unknown |= graph.is_kind(CHILD_KINDS) & (graph.parent == NONE)
     for op_id in np.flatnonzero(unknown)[:1].tolist():
         yield ("schedule",), f"rank {int(graph.rank[op_id])} runs {graph.ops[op_id]}"

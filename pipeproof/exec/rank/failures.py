@@ -80,7 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _memory_of(error: BaseException) -> str:
-    """Text on the held memory, and on the requested memory if the error states it."""
+    """Text on the held memory, and the requested memory if the error states it."""
     requested = _REQUESTED.search(str(error))
     if requested is None:
         return f"{_held()}, and it requested more"

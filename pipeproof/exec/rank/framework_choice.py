@@ -1,4 +1,4 @@
-"""Choice of the plan's framework, and what starts it, its clocks and its progress in this process."""
+"""Choice of the plan's framework; the start of the framework, its clocks and its progress in this process."""
 
 from __future__ import annotations
 

@@ -67,10 +67,10 @@ class Arrays(Protocol):
         """Let the host wait for the device of the run; do nothing on a CPU."""
 
     def want_gradient(self, tensor: Tensor, *, wanted: bool) -> None:
-        """Make a tensor a leaf that gets a gradient in backward, or one that does not."""
+        """Make a tensor a leaf with or without a gradient in backward."""
 
     def gradient(self, tensor: Tensor) -> Tensor:
-        """Return the gradient that backward left."""
+        """Return the gradient from the backward."""
 
     def release(self, tensor: Tensor) -> None:
         """Free the memory of the values; autograd still needs the tensor."""
@@ -140,11 +140,11 @@ class AsyncCollectives(Protocol):
 
 
 class OverlappedCollectives(Protocol):
-    """Collectives that can also be begun and waited for later."""
+    """Collectives that can also be begun, with a later wait."""
 
     @property
     def begun(self) -> AsyncCollectives:
-        """The same collectives, each of which is only begun."""
+        """The same collectives, which only begin."""
 
 
 class World(Protocol):
@@ -175,7 +175,7 @@ class StageCollectives(ContextCollectives, TensorParallelCollectives, Protocol):
     def announce(
         self, counts: Tensor, sizes: Sequence[int], use: Callable[[Tensor], Used], *, label: str
     ) -> Callable[[], Used]:
-        """Exchange counts over EP ranks; return a function that gives what ``use`` makes of those received."""
+        """Exchange counts over EP ranks; return a function that returns ``use`` of the received counts."""
 
     def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
         """Return the parts of all EP ranks of each tensor, joined along dim 0."""
@@ -199,10 +199,10 @@ class DeferringStage(Protocol):
 
 
 class Routers(Protocol):
-    """Routers of one stage, as far as the executor uses them between steps."""
+    """Routers of one stage: the part that the executor uses between steps."""
 
     def begin(self) -> None:
-        """Reset everything but the biases."""
+        """Reset everything except the biases."""
 
     def biased(self) -> Sequence[str]:
         """Return the experts whose routers have a bias that moves."""
@@ -260,7 +260,7 @@ class Stages(Protocol):
         """Return the routers of a stage, None if it has none."""
 
     def load(self, step: int) -> None:
-        """Load a step's input data, so that nothing in the step waits for the host."""
+        """Load a step's input data: nothing in the step then waits for the host."""
 
 
 class Optimizer(Protocol):
@@ -311,20 +311,20 @@ class Clip(Protocol):
 
 
 class ThreadedFramework(Protocol):
-    """A framework with which two threads of a rank compute in turns."""
+    """A framework with which two threads of a rank alternate."""
 
     def as_this_thread(self) -> Callable[[], None]:
-        """Return a function that a new thread calls to compute as this one does now: same device, same bits."""
+        """Return a function that a new thread calls to compute as this thread does now: same device, same bits."""
 
 
 class SideStream(Protocol):
-    """A second stream of a rank's device, for work that must not wait for what another computation has launched.
+    """A second stream of a rank's device, for work that must not wait for another computation's launches.
 
-    Without a device there is none, and its methods do nothing.
+    Without a device its methods do nothing.
     """
 
     def follow(self) -> None:
-        """Let its next work wait for all that the current stream has launched so far."""
+        """Let its next work wait for all work that the current stream has launched so far."""
 
     def launching(self) -> AbstractContextManager[object]:
         """Within the context work is launched on it."""
@@ -334,7 +334,7 @@ class SideStream(Protocol):
 
 
 class OverlappingFramework(ThreadedFramework, Protocol):
-    """A framework with which overlapped pairs take turns at the rows of the graph."""
+    """A framework with which overlapped pairs alternate at the rows of the graph."""
 
     @property
     def side_stream(self) -> SideStream:
@@ -346,7 +346,7 @@ class Framework(Protocol):
 
     @property
     def has_values(self) -> bool:
-        """True if its tensors have values; those of a rehearsal have none."""
+        """True if its tensors have values; tensors of a rehearsal have none."""
 
     @property
     def arrays(self) -> Arrays:
@@ -370,10 +370,10 @@ class Framework(Protocol):
         """Return the optimizer of the ``index``-th of ``num_shards`` shards of each weight."""
 
     def clip(self, counted: Mapping[int, Weight], num_weights: int, limit: float, dtype: str) -> Clip:
-        """Return the clip of a rank that counts the weights ``counted``, by their index among all weights."""
+        """Return the clip of a rank whose norm counts the weights ``counted``, by their index among all weights."""
 
     def gradient(self, weight: Weight) -> Tensor:
-        """Return the gradient of a weight or of a shard of one."""
+        """Return the gradient of a weight or of a shard of a weight."""
 
     def put_gradient(self, weight: Weight, gradient: Tensor) -> None:
         """Replace the gradient of a weight."""

@@ -26,9 +26,9 @@ from pipeproof.stages.describe.synthetic import IGNORED, Batch
 
 # --- Members of boundaries that a GPT's run supports ---
 # One member of each edge is the activation. The others come from the micro-batch and have no gradient: ``tokens``,
-# ``labels`` and ``mask`` (the positions that count in the loss). The first stage that sends one takes it from its own
-# micro-batch; a stage that receives one uses it instead of its own, and the last stage computes the loss with it. So a
-# wrong delivery is a wrong loss.
+# ``labels`` and ``mask`` (the positions that count in the loss). The first stage that sends such a member takes it from
+# its own micro-batch; a stage that receives it uses it instead of its own, and the last stage computes the loss with
+# it. So a wrong delivery gives a wrong loss.
 
 
 TOKENS, LABELS, MASK = "tokens", "labels", "mask"
@@ -39,7 +39,7 @@ _EXACT = {
     "bfloat16": ("bfloat16", "float32", "float64"),
     "float16": ("float16", "float32", "float64"),
 }
-"""Types that represent all values of a type of activations."""
+"""Types that can represent all values of an activation's type."""
 
 
 def activation_index(members: Sequence[Boundary]) -> int:
@@ -48,13 +48,13 @@ def activation_index(members: Sequence[Boundary]) -> int:
 
 
 def member_values(batch: Batch, member: Boundary) -> npt.NDArray[np.generic]:
-    """Values of a member for a micro-batch or a sequence split of one, over all TP ranks."""
+    """Values of a member for a micro-batch or its sequence split, over all TP ranks."""
     values = {TOKENS: batch.tokens, LABELS: batch.labels, MASK: batch.labels != IGNORED}[member.member]
     return np.ascontiguousarray(values if member.dims == "bs" else values.T).astype(member.dtype)
 
 
 def with_member(batch: Batch, member: Boundary, received: npt.NDArray[np.generic]) -> Batch:
-    """Return the micro-batch, or sequence split of one, with a received member instead of its derived.
+    """Return the micro-batch, or its sequence split, with a received member instead of its derived value.
 
     Received tokens change the labels too: the label of every position but the last is the next token.
     """
@@ -144,10 +144,11 @@ def _batch_member_problems(plan: LoweredPlan, edge: int, member: Boundary, token
 
 
 def adds_by_block(plan: LoweredPlan) -> bool:
-    """True if a whole backward adds the weight gradients of a recomputed block before it computes the next one again.
+    """True if a whole backward adds the weight gradients of a recomputed block before it recomputes the next block.
 
-    Else it would keep inputs and output gradients of the products of all blocks to its end. Not if I and W are apart,
-    nor with overlapped pairs, which may compute W while they wait, nor if W gathers again: its collectives come last.
+    Otherwise it would keep inputs and output gradients of the products of all blocks to its end. False if I and W are
+    separate, with overlapped pairs, which may compute W while they wait, and if W gathers again: its collectives come
+    last.
     """
     memory, graph = plan.spec.memory, plan.graph
     is_apart = bool((graph.kind == KIND_CODE[OpKind.BACKWARD_INPUT]).any()) or len(graph.pairs) > 0
@@ -155,7 +156,7 @@ def adds_by_block(plan: LoweredPlan) -> bool:
 
 
 class GptStage(ABC):
-    """A ``RankStage`` around the framework's ``stage``; the frameworks hold work items in their own ways."""
+    """A ``RankStage`` around the framework's ``stage``; each framework has its own form of work items."""
 
     def __init__(self, plan: LoweredPlan, number: int, coords: Mapping[str, int], stage: Any) -> None:
         self._plan, self._number, self._stage, self._tp = plan, number, stage, coords["tp"]

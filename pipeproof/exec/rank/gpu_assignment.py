@@ -18,13 +18,13 @@ from pipeproof.verify.subject import Subject
 
 
 def set_own_host_id(local_rank: int) -> None:
-    """Make NCCL take this process for a machine of its own; call before the first communicator."""
+    """Make NCCL treat this process as a separate machine; call before the first communicator."""
     os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{local_rank}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def shared_gpu(local_rank: int, num_gpus: int, num_processes: int = 2) -> int:
-    """Return the GPU of one of a machine's processes, which share GPUs where there are fewer than processes.
+    """Return the GPU of one of a machine's processes; they share GPUs if there are fewer GPUs than processes.
 
     Raises:
         RuntimeError: the machine has no visible GPU.
@@ -40,7 +40,7 @@ _NAMES = {"paddle": "Paddle", "torch": "PyTorch"}
 
 
 def local_rank() -> int:
-    """Rank of this process among those of its machine, 0 if no launcher started it."""
+    """Rank of this process among the processes of its machine, 0 if no launcher started it."""
     return value_of(TORCHRUN.local_rank + PADDLE.local_rank, os.environ) or 0
 
 
@@ -60,7 +60,7 @@ def choose_gpu(run: RunSpec, *, share_gpus: bool) -> int:
     """Return the index of this process's GPU among those that the framework sees.
 
     Without ``share_gpus`` it is the local rank, or the index that Paddle's launcher names. With it, ranks are assigned
-    to the GPUs round-robin, and the environment makes NCCL take each process for a machine; call this before the first
+    to the GPUs round-robin, and the environment makes NCCL treat each process as a machine; call this before the first
     communicator.
 
     Raises:
@@ -79,7 +79,7 @@ def choose_gpu(run: RunSpec, *, share_gpus: bool) -> int:
 
 
 def missing_gpus(subject: Subject, *, share_gpus: bool) -> Finding | None:
-    """Return the finding that this machine lacks GPUs for the plan's processes; None if it has them."""
+    """Return a finding if this machine has too few GPUs for the plan's processes; else None."""
     run = subject.plan.spec.run
     if run.device != "gpu":
         if not share_gpus:

@@ -1,8 +1,8 @@
 """Channels of a backend whose posts do not block the host: a two-rank group for each, of either framework.
 
-Each directed edge between two ranks (a channel) has its own group, so that no direction waits for another. On NCCL a
-group is a communicator with its own stream: a post starts after the work launched before it, and a wait blocks the
-compute stream, not the host. On gloo it is a FIFO of its own.
+Each directed edge between two ranks (a channel) has its own group: no direction waits for another. On NCCL a group is a
+communicator with its own stream: a post starts after the work launched before it, and a wait blocks the compute stream,
+not the host. On gloo a group is a separate FIFO.
 
 All groups are made in one global order, and each is used once before the first step: NCCL connects at first use, and a
 receive that spins on a GPU without loaded kernels may wait forever.
@@ -23,7 +23,7 @@ from pipeproof.schedule.op_table import Channel, Group
 
 @dataclass(slots=True)
 class PostedTransfer:
-    """A transfer that the framework executes, its buffer and the framework's handle of it; a ``Transfer``.
+    """A transfer that the framework executes, with its buffer and the framework's handle; a ``Transfer``.
 
     Times are nanoseconds of the host's monotonic clock. On a GPU ``end_ns`` is when the host continued, not when the
     data arrived.
@@ -83,8 +83,8 @@ def connected_groups(
 ) -> tuple[dict[Channel, Any], dict[int, Any]]:
     """Make the group of every channel and of every group of the graph, and use each once with ``token``.
 
-    ``new_experts_group`` makes those over ``ep``, by default ``new_group`` does. Returns the channels' groups, and
-    those that have this rank by index of the graph's groups. Every rank must call this with the same ones.
+    ``new_experts_group`` makes groups over ``ep`` (default: ``new_group``). Returns the channels' groups, and this
+    rank's groups by index of the graph's groups. Every rank must call this with the same channels and groups.
     """
     by_channel: dict[Channel, Any] = {}
     for channel in channels:
@@ -105,11 +105,11 @@ def connected_groups(
     return by_channel, own
 
 
-# --- Transfers that a thread executes in their order, where the backend's own calls block the host ---
+# --- Transfers that a thread executes in order, because the backend's own calls block the host ---
 
 
 class TransfersEnded(RuntimeError):  # noqa: N818 - no error by itself: another rank has failed
-    """The pipeline gave up its transfers, or a peer has gone."""
+    """The pipeline has aborted its transfers, or a peer has gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +149,7 @@ class TaskQueue:
     def post(
         self, buffer: Tensor, act: Callable[[], None], after: Sequence[Task] = (), *, begun_ns: int | None = None
     ) -> Task:
-        """Queue work on a tensor. ``begun_ns`` is when it was begun elsewhere, if ``act`` only waits for its end.
+        """Queue work on a tensor. ``begun_ns`` is its begin elsewhere, if ``act`` only waits for its end.
 
         Raises:
             TransfersEnded: after ``abort``.

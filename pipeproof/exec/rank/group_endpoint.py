@@ -96,8 +96,8 @@ class GroupEndpoint(ABC):
     def _finish(self, request: Any) -> None:
         """Block the host until a transfer is done.
 
-        On a device the wait would block the compute stream and so all later posts, also those of other edges. In a plan
-        a post follows the computation before it; here there is none.
+        On a device the wait would block the compute stream and so all later posts, also posts of other edges. In a plan
+        a post follows a computation; here there is no computation.
         """
         if not self._on_device:
             request.wait()

@@ -17,9 +17,9 @@ from pipeproof.schedule.op_table import Channel, OpGraph
 from pipeproof.schedule.ops import SEND_KINDS
 
 # --- Message times between two ranks by round trips: bytes one way, a token back, one at a time and warm ---
-# Clocks of different ranks are not compared: a message's time is that of its round trip minus the token's, and the
+# Clocks of different ranks are not compared: a message's time is the time of its round trip minus the token's, and the
 # token's time is half of a round trip of two tokens. So a difference between the two directions shows in large
-# messages, but not in the latency of small ones.
+# messages, but not in the latency of small messages.
 
 
 TOKEN_BYTES = 8
@@ -71,7 +71,7 @@ class Wire:
 
 
 def way_back(channels: Iterable[Channel], channel: Channel) -> Channel | None:
-    """Return the first channel in the opposite direction, None if there is none."""
+    """Return the first channel in the opposite direction, if any."""
     return next((back for back in channels if (back.src, back.dst) == (channel.dst, channel.src)), None)
 
 
@@ -118,7 +118,7 @@ REPEATS = 5
 """Number of messages of each size on each channel."""
 
 USUAL_BYTES = (2**10, 2**14, 2**18, 2**20)
-"""Sizes in addition to those of the plan's messages."""
+"""Sizes in addition to the plan's message sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ _HEAD_START_S = 0.005
 def time_idle_messages(world: World, arrays: Arrays, graph: OpGraph, *, on_device: bool) -> list[IdleMessageEnd]:
     """Time all idle messages and return this rank's ends, channel by channel; every rank must call this.
 
-    All ranks wait at a barrier before each message, so that only one is under way. A wait does not block the host of a
+    All ranks wait at a barrier before each message: only one message is under way. A wait does not block the host of a
     device (``on_device``), so the host waits for the device to get the end time.
     """
     ends = []

@@ -1,9 +1,8 @@
 """Files and events that the launcher and its workers exchange.
 
 A job has a directory of its own, which is removed at its end. The launcher writes the plan there; workers write each
-step's loss and gradients, then their op log. Events are JSON lines over a pipe, so that the launcher always knows the
-operation of each rank. The worker's standard input is its lifeline: when it closes, the launcher is gone and the
-worker ends.
+step's loss and gradients, then their op log. Events are JSON lines over a pipe: the launcher always knows the operation
+of each rank. The worker's standard input is its lifeline: when it closes, the launcher is gone and the worker ends.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class RunOptions:
 class Job:
     """One run: its plan, the certificate that each worker compares, and its files.
 
-    The options' checkpoint has the resolved state to resume from.
+    ``options.checkpoint`` has the resolved state to resume from.
     """
 
     directory: Path
@@ -117,7 +116,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the run, one on all hosts: a host's directory may have its own suffix."""
+        """Name of the run, equal on all hosts: a host's directory may have its own suffix."""
         return self.directory.name.partition(".")[0]
 
     @property
@@ -132,7 +131,7 @@ class Job:
 
     @property
     def layers(self) -> bool:
-        """True if the tensors at the borders between layers are recorded."""
+        """True if the tensors between layers are recorded."""
         return self.options.record is not None and self.options.record.layers
 
     def save(self) -> None:
@@ -153,15 +152,15 @@ class Job:
         return self.directory / f"{who}.step{step}.npz"
 
     def layers_file(self, who: str, step: int) -> Path:
-        """File of the tensors that crossed the borders between layers in a step, of ``rank0`` or ``reference``."""
+        """File of the tensors between layers in a step, of ``rank0`` or ``reference``."""
         return self.directory / f"{who}.layers{step}.npz"
 
     def weights_file(self, rank: int, step: int) -> Path:
-        """File of the weights with which a rank begins a step, where the reference starts from them."""
+        """File of the weights with which a rank begins a step, if the reference starts from them."""
         return self.directory / f"rank{rank}.weights{step}.npz"
 
     def rank_file(self, rank: int, content: RankContent) -> Path:
-        """File of what a rank writes once, when its steps have ended or before they begin."""
+        """File that a rank writes once, after its steps or before them."""
         return self.directory / f"rank{rank}.{content}.json"
 
     def logs(self, num_ranks: int) -> dict[int, list[LogEntry]]:
@@ -187,9 +186,9 @@ def load_json(path: Path, form: type[_Value]) -> _Value:
 
 
 class LogWriter:
-    """Writer of a rank's op log, which takes no memory for the steps before; the file appears when it is whole.
+    """Writer of a rank's op log without memory for earlier steps; the file appears when it is whole.
 
-    The file is a JSON list of entries, with a line for each step, so that ``LogFile`` reads step by step.
+    The file is a JSON list of entries, with a line for each step: ``LogFile`` reads step by step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -228,7 +227,7 @@ _ENTRIES = TypeAdapter(list[LogEntry])
 
 
 def end_process(status: int, message: str = "") -> NoReturn:
-    """End this process, after its output and a message on standard error, as far as these can be written.
+    """Write the pending output and a message on standard error if possible, then end this process.
 
     A framework's threads would block a normal exit when a peer is gone.
     """
@@ -254,7 +253,7 @@ def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
 
 
 Loss: TypeAlias = "np.floating[Any]"
-"""A loss as a scalar of the run's dtype, so that its bits can be compared; several losses are a vector."""
+"""A loss as a scalar of the run's dtype, whose bits can be compared; several losses are a vector."""
 
 _LOSS, _NOT_FINITE, _ROUTERS = "/loss", "/not_finite", "/routers/"
 """Keys of a step file, the last one a prefix; no parameter's name begins with a slash."""
@@ -317,7 +316,7 @@ class EventSink:
 
     def send(self, kind: str, **content: Any) -> None:
         """Write one event as a line."""
-        if kind == "at":  # before every operation: the encoder takes ten times as long
+        if kind == "at":  # before every operation: the JSON encoder is ten times as slow
             line = f'{{"kind":"at","step":{content["step"]},"op":{content["op"]}}}\n'
         else:
             line = json.dumps({"kind": kind, **content}, separators=(",", ":")) + "\n"

@@ -1,7 +1,7 @@
 """Interpreter of one rank's program: events in, instructions out, no I/O and no framework.
 
 The machine returns the next instructions of the rank by the graph; an adapter executes them and reports events. Nothing
-else changes the state, so that all behaviour can be tested without a process, and an error can print the history of its
+else changes the state: all behaviour can be tested without a process, and an error can print the history of its
 operation.
 """
 
@@ -22,7 +22,7 @@ class Instruction:
     row: Row
     is_transfer: bool
     awaited_transfer: int | None
-    """The transfer that a wait is for, ``NONE`` where the graph lacks it; None for any other operation."""
+    """The transfer that a wait is for, ``NONE`` if the graph lacks it; None for any other operation."""
 
     @classmethod
     def of(cls, graph: OpGraph, op_id: int) -> Instruction:
@@ -62,7 +62,7 @@ class ProtocolError(Exception):
 class RankMachine:
     """State of one rank's program: the step, the position in the program, and the operation that blocks the host.
 
-    All else follows from the position, as the program is fixed: an operation of the step costs the host little.
+    Everything else follows from the position, because the program is fixed: an operation costs the host little.
     """
 
     def __init__(self, graph: OpGraph, rank: int) -> None:
@@ -142,14 +142,14 @@ class RankMachine:
         return instructions
 
     def _handed_out(self) -> list[Instruction]:
-        """The instructions of this step until now, in order."""
+        """The instructions of this step so far, in order."""
         handed_out: list[Instruction] = []
         while len(handed_out) < self._cursor and self._step >= 0:
             handed_out += self._from[len(handed_out)]
         return handed_out
 
     def _waited(self) -> set[int]:
-        """Transfers whose wait has finished in this step; ``NONE`` for a wait that has none."""
+        """Transfers whose wait has finished in this step; ``NONE`` for a wait without a transfer."""
         handed_out = self._handed_out()
         return {i.awaited_transfer for i in handed_out if i.awaited_transfer is not None and i.op_id != self._awaited}
 

@@ -1,7 +1,7 @@
 """Buffers of messages: slots that the messages of a channel share, and slices for backends that move parts of a tensor.
 
-Paddle's process groups on NCCL send and receive slices; Fleet's ``partial`` transport consists of such calls. Where a
-backend has none, the slice is copied out, sent as a tensor, and joined by an all-gather.
+Paddle's process groups on NCCL send and receive slices; Fleet's ``partial`` transport consists of such calls. On a
+backend without them, the slice is copied out, sent as a tensor, and joined by an all-gather.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.axis_layout import dtype_bytes
 
 Pool = tuple[Channel, bool]
-"""Messages that share slots: those of one channel in one pipeline direction (True is forward)."""
+"""A channel and a pipeline direction (True is forward), whose messages share slots."""
 
 
 class Slots:

@@ -1,11 +1,11 @@
 """Op log of a rank, and the clocks of its times.
 
-The adapter writes an entry where it acts, with the values that it sees there (the tensor's element count and dtype, the
+The adapter writes an entry when it acts, with the values that it sees then (the tensor's element count and dtype, the
 communicator's ranks), not with the values of the plan. So the comparison of the log with the graph is a real test.
 
-A host that waits for its operations reads its own clock. A host that runs ahead of a GPU knows only when it issued an
-operation: there a time is a marker that the GPU passes, known at the end of the step. So ``now`` may return the number
-of a marker, and ``timed_entries`` replaces the numbers by times.
+A host that waits for its operations reads its own clock. A host that runs ahead of a GPU only knows when it issued an
+operation: the GPU then passes a marker, whose time is known at the end of the step. So ``now`` may return the number of
+a marker, and ``timed_entries`` replaces the numbers by times.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class LogEntry:
     """One executed operation.
 
     ``queue`` is ``compute``, the channel's text, or the queue of a collective that runs while its rank computes.
-    ``ranks`` are the members of the communicator (empty for compute); ``numel`` and ``dtype`` are those of its tensor
-    (0 and "" for compute). Times are the machine's monotonic clock in nanoseconds; a transfer was posted at
-    ``posted_ns`` and starts when its channel reaches it, and so does a collective on a queue of its own. For an
-    all-to-all, ``traffic`` has the rows sent to and received from each member; for an all-to-all of counts, the rows
-    that the counts announce. A whole backward has the input gradient at ``split_ns``, and computes weight gradients
-    after it.
+    ``ranks`` are the members of the communicator (empty for compute); ``numel`` and ``dtype`` describe its tensor (0
+    and "" for compute). Times are the machine's monotonic clock in nanoseconds; a transfer was posted at ``posted_ns``
+    and starts when its channel reaches it, and so does a collective on a queue of its own. For an all-to-all,
+    ``traffic`` has the rows sent to and received from each member; for an all-to-all of counts, the rows that the
+    counts announce. A whole backward has the input gradient at ``split_ns``, and computes weight gradients after it.
     """
 
     step: int
@@ -108,7 +107,7 @@ class ChannelTransfers:
         self._posts.clear()
 
     def next(self, channel: Channel) -> int:
-        """Return the operation of the next post to a channel; after the last one of a step, that of its first."""
+        """Return the operation of the next post to a channel; after the last post of a step, the first one's."""
         op_ids, position = self._op_ids[channel], self._posts[channel]
         self._posts[channel] = position + 1
         return op_ids[position % len(op_ids)]
@@ -132,7 +131,7 @@ class Clock(Protocol):
         """Return the time in nanoseconds, or the number of a marker that ``timed_entries`` replaces."""
 
     def end_of(self, block: Callable[[], object]) -> int:
-        """Return the time at which the work ends that ``block`` waits for; 0 if only a host that waits knows it."""
+        """Return the time at which the work that ``block`` waits for ends; 0 if only a waiting host knows it."""
 
     def timed_entries(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
         """Return a step's entries with all times in nanoseconds of the host's monotonic clock."""

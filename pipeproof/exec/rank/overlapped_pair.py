@@ -1,11 +1,11 @@
-"""Overlapped pairs: a forward and a backward of one rank that take turns, in the order of the graph's rows.
+"""Overlapped pairs: a forward and a backward of one rank that alternate, in the order of the graph's rows.
 
 The forward runs in the rank's thread and the backward in a helper thread. When one of them has issued a collective and
-the next row is not its own, it hands the turn over, and waits for the collective when it has the turn again.
+the next row belongs to the other, it lets the other run, and waits for the collective when it runs again.
 
-Where the host must know the result of a collective before the next one, as the counts before the tokens, it waits while
-the device computes for the other side: the next collective is issued after the other's part. It waits for nothing of
-that part, because the result is read, and the next collective begun, on a side stream.
+Sometimes the host must know the result of a collective before the next one, such as the counts before the tokens. It
+waits while the device computes for the other side: the next collective is issued after the other's part. It does not
+wait for that part, because the result is read, and the next collective begun, on a side stream.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import FORWARD_KINDS, PART_KINDS, Op, OpKind
 from pipeproof.stages.common.experts import Used
 
-# --- Turns of two computations of one rank: one in the rank's own thread, the other in a helper thread ---
-# Exactly one of them runs at any time: each hands the turn over and waits until it comes back. Autograd runs a
-# backward inside one call, which cannot be left and entered again, so the backward of an overlapped pair needs a
-# thread of its own. On a GPU autograd runs functions in a thread for the device; if one of them gives the turn away,
+# --- Two alternating computations of one rank: one in the rank's own thread, the other in a helper thread ---
+# Exactly one of them runs at any time: each lets the other run and waits until that one hands back. Autograd runs a
+# backward inside one call, which cannot be left and entered again, so the backward of an overlapped pair needs its own
+# thread. On a GPU autograd runs functions in a thread for the device; if one of them lets the other computation run,
 # that thread waits, and with it only the helper's call of the backward.
 
 
 JOIN_S = 10.0
-"""Time that an abandoned helper has for its end. Only one that hangs in communication needs longer; it is a daemon."""
+"""Time that an abandoned helper has to end. Only a helper that hangs in communication needs longer; it is a daemon."""
 
 
 class TurnsEndedError(RuntimeError):
@@ -49,7 +49,7 @@ class TurnsEndedError(RuntimeError):
 class Helper:
     """A computation that runs in a thread of its own while the rank's thread waits in ``resume``, and only then.
 
-    ``name`` is that of the thread, in which ``set_up`` is called before ``work``.
+    ``name`` names the thread, in which ``set_up`` is called before ``work``.
     """
 
     def __init__(self, name: str, work: Callable[[], None], set_up: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class Helper:
         """Let the work run until it gives the turn back or ends; call this in the rank's thread.
 
         Raises:
-            BaseException: what the work raised.
+            BaseException: the work's own error.
         """
         if self._thread.ident is None:
             self._thread.start()
@@ -110,7 +110,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """A part or collective of a pair. ``owner`` is the op id of its computation; ``queue`` is that of its log entry."""
+    """A part or collective of a pair. ``owner`` is the op id of its computation; ``queue`` goes into its log entry."""
 
     op_id: int
     op: Op
@@ -131,7 +131,7 @@ class OverlappedPair:
 
 
 def overlapped_pairs(graph: OpGraph, rank: int) -> dict[int, OverlappedPair]:
-    """Return the pairs of a rank that take turns, by the op id of the first computation."""
+    """Return the pairs of a rank that alternate, by the op id of the first computation."""
     rows: dict[int, list[int]] = {}
     with_parts: dict[int, int] = {}
     for op_id in graph.rank_ops(rank):
@@ -169,7 +169,7 @@ class Host(ChildHost, Protocol):
     """Rank on which a pair runs."""
 
     def end_of(self, block: Callable[[], object]) -> int:
-        """Return the time on the clock of its log at which ``block`` ends; 0 if only a caller that waits knows it."""
+        """Return the time on its log's clock at which ``block`` ends; 0 if only a waiting caller knows it."""
 
 
 class PairTurns:
@@ -181,7 +181,7 @@ class PairTurns:
     def __init__(self, pair: OverlappedPair, host: Host, weights: Callable[[], None], side_stream: SideStream) -> None:
         self._pair, self._host, self._weights, self._side_stream = pair, host, weights, side_stream
         self._at = 0
-        """Place in the rows of the one that runs, or that is next."""
+        """Index of the row that runs, or that is next."""
         self._owner = NONE
         self._open: LogEntry | None = None
         self._ended: set[int] = set()
@@ -198,7 +198,7 @@ class PairTurns:
 
         Raises:
             ProtocolError: a computation does not issue the collectives of its rows.
-            Exception: any error of a computation, with the place in the pair as a note.
+            Exception: any error of a computation, with the position in the pair as a note.
         """
         pair, host = self._pair, self._host
         for op_id, text in pair.containers:
@@ -233,7 +233,7 @@ class PairTurns:
     def announce(self, call: Call, use: Callable[[Tensor], Used]) -> Callable[[], Used]:
         """Issue a collective of the computation that has the turn; return a function that gives ``use`` of its result.
 
-        The other computation has its turn first. All that the next collective sends is launched before that.
+        The other computation runs before that. Everything that the next collective sends is launched earlier.
         """
         owner, issued = self._owner, self._begin(call)
         self._begin_part()
@@ -258,7 +258,7 @@ class PairTurns:
             raise ProtocolError(f"{self._text(owner)} has ended before {self._pair.rows[self._at].text}")
 
     def _others(self) -> None:
-        """Execute rows that are not the forward's, in the rank's thread, until one is; the backward's in its own."""
+        """Execute rows up to the forward's next one: the backward's in its own thread, all others in the rank's."""
         pair = self._pair
         while self._at < len(pair.rows) and not self._is_at(pair.forward):
             row = pair.rows[self._at]
@@ -280,7 +280,7 @@ class PairTurns:
             raise ProtocolError(f"all rows of the pair have run, and {self._text(min(left))} has not ended")
 
     def _pass_turn(self, owner: int) -> None:
-        """Let others execute their rows, until the next one is the owner's."""
+        """Let others execute their rows until the next row is the owner's."""
         if self._is_at(owner):
             return
         if owner == self._pair.forward:
@@ -290,7 +290,7 @@ class PairTurns:
         self._owner = owner
 
     def _is_at(self, owner: int) -> bool:
-        """Return True if the next row is what the thread of a computation executes."""
+        """Return True if the thread of a computation executes the next row."""
         row = self._next()
         return row is not None and row.owner == owner and row.op.kind is not OpKind.WEIGHTS
 
@@ -357,7 +357,7 @@ class PairTurns:
 
 
 class OverlapTurns:
-    """One execution of a pair without rows: its sides pass the turn at their overlap points, the backward first."""
+    """One execution of a pair without rows: its sides alternate at their overlap points, the backward first."""
 
     def __init__(self, pair: OverlappedPair, host: Host) -> None:
         self._pair, self._host = pair, host
@@ -425,4 +425,4 @@ class _Issued:
     entry: LogEntry
     wait: Callable[[], Tensor]
     is_aside: bool = False
-    """Begun on the side stream, where its result has its memory."""
+    """True if it began on the side stream, where its result has its memory."""

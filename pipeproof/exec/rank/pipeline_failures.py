@@ -13,7 +13,7 @@ from pipeproof.exec.store.train_errors import PipelineError
 _REPORT_S = 1.0
 """Time in which the rank that failed reports why, after its transfers have ended: it reports before it ends them."""
 _STALL_REPORT_S = 15.0
-"""The same while a rank collects what all others do."""
+"""The same time while a rank collects the activities of all others."""
 _ADVICE = re.compile(r"^\[/[^\]]*\] |\. This is typically .*")
 """Parts of gloo's messages that name its source files and guess."""
 
@@ -29,7 +29,7 @@ class PipelineFailures:
 
     @property
     def is_broken(self) -> bool:
-        """True after a failure of this rank, or of another that it knows of."""
+        """True after a failure of this rank, or a known failure of another."""
         return self._text is not None
 
     def require_sound(self, failure: str | None = None) -> None:
@@ -46,7 +46,7 @@ class PipelineFailures:
     def fail(self, text: str, *, is_reported: bool = False) -> None:
         """Report to all ranks why this one ends, and end the transfers that they wait for.
 
-        With ``is_reported`` the text is that of another rank, or of all.
+        With ``is_reported`` the text is another rank's, or common to all.
         """
         if self._text is None:
             self._text, self.is_own = text if is_reported else f"rank {self._agreement.rank}: {text}", not is_reported
@@ -57,7 +57,7 @@ class PipelineFailures:
     def elsewhere(self, error: Exception, activity: str = "") -> str:
         """After a transfer has ended with an error: the failure that another rank reported, or this one's own.
 
-        ``activity`` is what this rank was doing: the operation, and the peer that it waits for.
+        ``activity`` is this rank's operation, and the peer that it waits for.
         """
         reported = self._reported()
         if reported is not None:
@@ -75,15 +75,15 @@ class PipelineFailures:
     def as_one(
         self, watch: StallWatch, of_transfers: type[Exception], note: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Turn what goes wrong in a step on any rank into one error on every rank, and into its report.
+        """Turn an error in a step on any rank into one error and one report on every rank.
 
-        An error of the type ``of_transfers`` is mostly a transfer that ended because a peer has failed; ``note`` is
+        An error of the type ``of_transfers`` usually means that a peer has failed and ended a transfer; ``note`` is
         called before its text is made.
         """
         self.require_sound(watch.failure)
         try:
             yield
-            self.require_sound(watch.failure)  # values of ended transfers are no results
+            self.require_sound(watch.failure)  # values of ended transfers are not results
         except PipelineError as error:
             if not error.leaves_usable:
                 self.fail(str(error), is_reported=error.is_reported)
@@ -114,7 +114,7 @@ class PipelineFailures:
 
 @contextlib.contextmanager
 def one_failure(agreement: Agreement) -> Iterator[contextlib.ExitStack]:
-    """Make a failed start known to all ranks, those that wait in another phase too; then undo what the stack has."""
+    """Report a failed start to all ranks, also to ranks in another phase; then call the stack's undo functions."""
     with contextlib.ExitStack() as undo:
         try:
             yield undo

@@ -1,6 +1,6 @@
 """Thread of each rank that reports a step without progress or the end of its launcher, and ends its rank.
 
-It also ends its rank after the failure of another.
+It also ends its rank after another rank's failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOTICE_S = 3 * _LONGEST_POLL_S
 """Longest time in which rank 0, with which the store may end, waits for the watches of all ranks to see a failure."""
 _LEAVE_S = 2.0
 _ABORT_S = 2.0
-"""Time for ending the transfers: NCCL's call may itself wait for what the device waits for."""
+"""Time for ending the transfers: NCCL's call may itself wait, like the device."""
 _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "PADDLE_LOCAL_SIZE")
 """Variables of torchrun and of Paddle's launcher, which are alive as long as their ranks. A shell may end before."""
 
@@ -45,10 +45,10 @@ _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "PADDLE_LOCAL_SIZE")
 class StallWatch:
     """The watch of one rank. ``abort`` ends transfers.
 
-    ``describe`` returns what gives the facts of an operation by its number, or None once the pipeline is gone, which
-    the watch must not keep: a ``WeakMethod``. ``read_device`` returns the last step and operation that a GPU reached,
-    for ranks whose host runs ahead. ``release`` is called when the watch ends, by ``close``, at the end of the process
-    or because the pipeline is gone.
+    ``describe`` is a ``WeakMethod``, because the watch must not keep the pipeline alive. It returns a function from an
+    operation's number to its facts, or None once the pipeline is gone. ``read_device`` returns the last step and
+    operation that a GPU reached, for ranks whose host runs ahead. ``release`` is called when the watch ends: by
+    ``close``, at the end of the process, or because the pipeline is gone.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StallWatch:
         self._launcher = os.getppid() if any(os.environ.get(name) for name in _OF_LAUNCHERS) else None
         self._at: tuple[int, int] | None = None
         self._on_device: tuple[int, int] | None = None
-        """The last operation whose beginning the device will report, until the host begins one that it will not."""
+        """The last operation whose beginning the device will report; reset by an operation that it will not report."""
         self._call = ""
         self._since, self._device_at = time.monotonic(), (-1, -1)
         self._failure: str | None = None
@@ -113,7 +113,7 @@ class StallWatch:
         self.enter(-1, -1)
 
     def close(self) -> None:
-        """End the thread, once a device that is behind its host has finished: it may wait for another rank for ever."""
+        """End the thread after the device has caught up with its host: it may wait for another rank for ever."""
         atexit.unregister(self.close)
         if self.is_closed:
             return
@@ -184,7 +184,7 @@ class StallWatch:
         return self._state(with_line=with_line)[0]
 
     def _state(self, *, with_line: bool = True) -> tuple[str, int]:
-        """Return the activity of the rank, and the peer that it waits for; -1 for none."""
+        """Return the activity of the rank, and the peer that it waits for (-1: no peer)."""
         line = _user_line(self._main) if with_line else ""
         where = f", at {line}" if line else ""
         if self._call:
@@ -245,7 +245,7 @@ class StallWatch:
         return "\n".join(f"  {line}" for line in lines)
 
     def acknowledge(self) -> None:
-        """Note that the script has got the failure as an error: it may do as it likes.
+        """Note that the script has got the failure as an error and may continue.
 
         Rank 0 first waits until all ranks know of the failure: the store may end with it, and a rank outside of a step
         would then wait for ever.
@@ -267,7 +267,7 @@ class StallWatch:
     def _end_soon(self) -> None:
         """Wake the main thread by ending its transfers; end the process if the script does not get the failure."""
         self._notice()
-        if self._at is not None or self._on_device is None:  # what a device computes with lost messages is wrong
+        if self._at is not None or self._on_device is None:  # a device's results with lost messages are wrong
             abort = threading.Thread(target=self._abort, name="pipeproof abort", daemon=True)
             abort.start()
             abort.join(_ABORT_S)
@@ -294,7 +294,7 @@ _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 def _user_line(thread: int) -> str:
-    """``file:line`` of the innermost frame of a thread that is in no library and not in pipeproof."""
+    """``file:line`` of the innermost frame of a thread outside of libraries and pipeproof."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to see another thread
     while frame is not None:
         file = frame.f_code.co_filename

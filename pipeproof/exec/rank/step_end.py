@@ -1,7 +1,7 @@
 """End of a step on one rank: gradients and router loads summed over ranks, clipping, optimizer, gathered weights.
 
-The host executes every sum and gather when it reaches it, also those of the gradient queue: gloo's collectives block
-their host, so nothing computes at the same time. A wait for such an operation finds it done.
+The host executes every sum and gather when it reaches it, also on the gradient queue: gloo's collectives block their
+host, so nothing computes at the same time. A wait for such an operation finds it done.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Progress of a device that its host runs ahead of, and steps that are replayed as a whole from the second step on.
+"""Progress of a device whose host runs ahead, and steps that are replayed as a whole from the second step on.
 
-A replay leaves the host no work in a step; that work limits small stages on fast GPUs. It repeats the second step in
+A replay takes the host's work out of a step; this work limits small stages on fast GPUs. It repeats the second step in
 memory that stays allocated. So only the second step, which is captured, and the first, which loads kernels and opens
 connections, have a log.
 """
@@ -65,7 +65,7 @@ class Replays(Protocol):
     """Capture of launched work on a device, and the progress of its replay."""
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that replays all that ``work`` launches; nothing is computed now."""
+        """Return a function that replays everything that ``work`` launches; nothing is computed now."""
 
     def write(self, op_id: int) -> None:
         """Launch the writing of an operation's number after all work launched before."""

@@ -4,9 +4,9 @@ A boundary's value is a tuple of tensors, one for each member of the edge. A mes
 of it (the partial transport; a gather joins slices again), or, where the layouts of both sides differ, the range that
 the receiver needs. A packed message carries the bytes of all members.
 
-Each end of a channel executes its transfers in the order of their posts. Where the plan orders more (a queue of another
-name, or ``transport.queue``), a transfer also follows the earlier transfers of that queue. Transfers of one batch are
-posted together, with the last of them, and are not ordered among themselves.
+Each end of a channel executes its transfers in the order of their posts. If the plan has further queues (a queue of
+another name, or ``transport.queue``), a transfer also follows the earlier transfers of that queue. Transfers of one
+batch are posted together, with the last of them, and are not ordered among themselves.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Message:
     is_send: bool
     is_forward: bool
     shape: list[int]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     start: int
     stop: int
@@ -126,7 +126,7 @@ class _Order:
 class RankTransfers:
     """Tensors of one rank's work items, and their transfers to and from other ranks.
 
-    With ``frees_sends`` the memory of a send is given back as soon as its end is known, not when the plan waits for it.
+    With ``frees_sends`` the memory of a send is freed as soon as its end is known, not when the plan waits for it.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class RankTransfers:
         return self._channels.post(channel, buffer, after)
 
     def drain(self) -> None:
-        """Before a collective, end all posted transfers if all communication of a device is one queue."""
+        """Before a collective, wait for all posted transfers if all communication of a device is one queue."""
         if self._is_one_queue:
             for transfer in self._posted.values():
                 transfer.wait()
@@ -362,8 +362,8 @@ class RankTransfers:
     def validate_state(self, under_way: frozenset[int], *, due: frozenset[int], at_end: bool) -> None:
         """Check the invariants between operations.
 
-        - Each transfer of ``under_way`` is posted, is ready for the last of its batch, or was ended early; only those
-          of ``due``, which are to be posted next, may be so too.
+        - Each transfer of ``under_way`` is posted, waits for the last of its batch, or was ended early. Otherwise only
+          transfers of ``due``, which are posted next, may be in such a state.
         - A slot has one message at most that is under way, or received and not yet released.
         - At the end of a step no batch is open, and a work item has no tensor after its last backward.
 

@@ -1,7 +1,7 @@
 """Reports of the ranks of one pipeline to each other through their store, before the first step and when one fails.
 
-Each rank writes under its number and reads all others with a deadline, so that an error on one rank is an error on
-every rank within the start-up, and never a hang. A rank that waits for a value also looks for the report of a failure.
+Each rank writes under its number and reads all others with a deadline: an error on one rank is an error on every rank
+within the start-up, and never a hang. A rank that waits for a value also looks for the report of a failure.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _FAILURE_EVERY_S = 0.25
 """Time between two looks for a failure while waiting for a value."""
 _WORK_S = 60.0
-"""The shortest time limit once all ranks have come: they are there, and may work on a phase."""
+"""The shortest time limit after all ranks have come: they may still work on a phase."""
 _LATE_S = 5.0
-"""Time in which other ranks may still report an error: of the same phase, or the first one of the pipeline."""
+"""Time in which other ranks may still report an error: in the same phase, or the first error of the pipeline."""
 _GET_S = 60.0
 """Time limit for reading a value that is there, and for each answer of the store."""
 
@@ -53,8 +53,8 @@ class Agreement:
         """Return the JSON results of ``work`` on every rank, in order; every rank calls it once for each phase.
 
         Raises:
-            PipelineError: ``work`` raised on a rank; every rank raises it, with the same text. Or a rank did not come
-                in time.
+            PipelineError: ``work`` raised on a rank, or a rank did not come in time; every rank raises it, with the
+                same text.
             PlanRefused: ``work`` raised it, or another error with findings, on some rank.
         """
         failure: Exception | None = None
@@ -80,7 +80,7 @@ class Agreement:
         raise _common_error(failed, self.num_ranks) from (None if failure is None else _user_error(failure))
 
     def own(self, phase: str, work: Callable[[], _Result]) -> _Result:
-        """Return the result of ``work`` on this rank, of any type, once it has succeeded on all.
+        """Return the result of ``work`` on this rank, of any type, after it has succeeded on all.
 
         Raises:
             PipelineError: as ``gather``.
@@ -180,8 +180,8 @@ def _store_errors() -> Iterator[None]:
 
 
 STORE_LOST = (
-    "the store of the process group does not answer: the process that holds it (the launcher's, or that of rank 0) has "
-    "ended or is stopped, or is not reachable"
+    "the store of the process group does not answer: the process that holds it (the launcher, or rank 0) has "
+    "ended, is stopped, or is not reachable"
 )
 
 
@@ -191,10 +191,10 @@ def described_in_order(
     describe: Callable[[int, dict[str, Any]], dict[str, Any]],
     phase: str = "boundaries",
 ) -> dict[int, dict[str, Any]]:
-    """JSON facts of all stages by number, of which ``describe`` makes those of this rank, the stages ``numbers``.
+    """JSON facts of all stages by number; ``describe`` makes the facts of this rank's stages ``numbers``.
 
     It is called with the number and with the facts of the stage before, which are empty for the first stage. ``phase``
-    is another one in each call.
+    must be different in each call.
 
     Raises:
         PipelineError: it raised on a rank.
@@ -276,7 +276,7 @@ def _error_content(error: Exception) -> dict[str, Any]:
 
 
 def _common_error(failed: dict[int, dict[str, Any]], num_ranks: int) -> PipelineError:
-    """The error that every rank raises: without ranks where all have the same one."""
+    """The error that every rank raises: without rank numbers if all ranks have the same error."""
     failed = {rank: content for rank, content in failed.items() if not content.get("is_echo")} or failed
     ranks = grouped((content["error"], rank) for rank, content in failed.items())
     first, is_everywhere = next(iter(failed.values())), len(ranks) == 1 and len(failed) == num_ranks
@@ -290,7 +290,7 @@ def _common_error(failed: dict[int, dict[str, Any]], num_ranks: int) -> Pipeline
 
 
 def _user_error(failure: Exception) -> BaseException | None:
-    """The error whose traceback shows the user's code; None where the message is all."""
+    """The error whose traceback shows the user's code; None if the message is enough."""
     if isinstance(failure, PipelineError):
         return failure.__cause__
     return None if isinstance(failure, PipeproofError) else failure

@@ -6,11 +6,11 @@ A launcher identifies each process that it starts by variables of its environmen
 every launcher above it: under ``torchrun`` in a Slurm job it has both. The outer ones describe the process that started
 the inner launcher, so only the innermost launcher describes this process. ``LAUNCHERS`` is ordered from the inside out:
 
-1. torchrun and Paddle's launcher start one process per rank and are started by anything below. They cannot be ordered
-   by nesting, as nobody starts one from the other; a platform may set the variables of either for a whole container.
-   The one of the plan's framework is taken.
-2. ``mpirun`` is called in a Slurm job, never the other way round. On hosts other than the first Slurm's variables are
-   those of Open MPI's daemon.
+1. torchrun and Paddle's launcher start one process per rank and are started by anything below. They have no order by
+nesting, because nobody starts one from the other; a platform may set the variables of either for a whole container. The
+launcher of the plan's framework is taken.
+2. ``mpirun`` is called in a Slurm job, never the other way round. On hosts other than the first, Slurm's variables
+describe Open MPI's daemon.
 3. ``srun`` starts the process.
 
 A variable with an empty value counts as missing. Each column of a row lists sources in the order in which they are
@@ -35,10 +35,10 @@ def tasks_on_node(text: str, node: str) -> int:
     """Tasks on the node of an index, by a list of tasks per node such as ``2(x3),1``.
 
     Raises:
-        ValueError: this is no such list, or it has no such node.
+        ValueError: this is not such a list, or it has no such node.
     """
     if not _TASK_LIST.fullmatch(text):
-        raise ValueError(f"{text!r} is no list of tasks per node")
+        raise ValueError(f"{text!r} is not a list of tasks per node")
     index = int(node)
     for tasks, count in _TASKS.findall(text):
         index -= int(count or 1)
@@ -72,7 +72,7 @@ class LauncherRow:
     backend: str | None
     """Framework that this launcher is for, None for any."""
     marks: tuple[tuple[str, ...], ...]
-    """Variables of which one group is set in every process that this launcher starts."""
+    """Groups of variables; this launcher sets one whole group in every process that it starts."""
     rank: tuple[Source[int], ...]
     world_size: tuple[Source[int], ...]
     local_rank: tuple[Source[int], ...]
@@ -85,7 +85,7 @@ class LauncherRow:
     attempt: tuple[Source[int], ...]
     """Number of earlier starts of this run; 0 if none is set."""
     starts_one: Callable[[_Environment], bool] = lambda _: False
-    """Decides that the marked environment is of a program alone, which may start the ranks itself."""
+    """True for an environment that belongs to a single program, which may start the ranks itself."""
 
 
 def _count(text: str) -> int:
@@ -180,9 +180,9 @@ PADDLE = LauncherRow(
     attempt=(),
 )
 
-# Sources: docs.open-mpi.org, "Environment variables set for MPI applications". They name no address: that of
-# OMPI_MCA_orte_hnp_uri is mpirun's, whose host need not have rank 0. PMIX_NAMESPACE is the job's name in
-# PMIx (pmix_client.c).
+# Sources: docs.open-mpi.org, "Environment variables set for MPI applications". They name no address:
+# OMPI_MCA_orte_hnp_uri is mpirun's address, whose host need not have rank 0. PMIX_NAMESPACE is the job's name in PMIx
+# (pmix_client.c).
 OPEN_MPI = LauncherRow(
     name="Open MPI",
     command="mpirun -n {ranks} -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500",
@@ -219,7 +219,7 @@ SLURM = LauncherRow(
 )
 
 LAUNCHERS = (TORCHRUN, PADDLE, OPEN_MPI, SLURM)
-"""From the inside out. Of the first two the one of the plan's framework is taken."""
+"""From the inside out. The plan's framework decides between the first two."""
 
 OF_BACKEND = {"torch": TORCHRUN, "paddle": PADDLE}
 """LauncherRow of each framework."""
@@ -247,7 +247,7 @@ def value_of(sources: tuple[Source[_T], ...], environment: _Environment) -> _T |
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """Identity of this process among those that a launcher started; see ``LauncherRow`` for the fields."""
+    """Identity of this process among a launcher's processes; see ``LauncherRow`` for the fields."""
 
     launcher: LauncherRow
     rank: int
@@ -269,7 +269,7 @@ def launcher_of(environment: _Environment, backend: str) -> LauncherRow | None:
     """Innermost launcher that started this process as one of several, or None.
 
     Raises:
-        ValueError: Slurm's variables are those of a batch script that was to be a task.
+        ValueError: Slurm's variables belong to a batch script that was meant to be a task.
     """
     for row in sorted(LAUNCHERS, key=lambda row: row.backend != backend if row.backend else 2):
         if any(all(environment.get(name) for name in group) for group in row.marks):
@@ -306,7 +306,7 @@ def _read(row: LauncherRow, environment: _Environment) -> LaunchedRank:
 
     rank = required(row.rank, "the rank")
     world_size = required(row.world_size, "the number of ranks")
-    local_rank = required(row.local_rank, "the rank among those of this host")
+    local_rank = required(row.local_rank, "the rank on this host")
     local_world_size = value_of(row.local_world_size, environment)
     master = required(row.master_host, "the host of rank 0"), required(row.master_port, "the port of rank 0")
     limits = [(row.rank, rank, "below", row.world_size, world_size)]

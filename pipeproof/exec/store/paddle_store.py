@@ -1,7 +1,7 @@
 """Paddle's store as a ``Store``.
 
-Paddle's client has no question whether a key exists, and ``get`` blocks without a limit. So each value has a counter
-next to it: adding zero to the counter reads it at once.
+Paddle's client cannot ask whether a key exists, and ``get`` blocks without a limit. So each value has a counter next to
+it: adding zero to the counter reads it at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
 
 
 class PaddleStore:
-    """A part of a store; a ``Store``. Threads of one process may share it: no call of it waits inside.
+    """A part of a store; a ``Store``. Threads of one process may share it: none of its calls waits inside.
 
     ``client`` is a ``TCPStore`` of Paddle, or has its calls ``set``, ``get`` and ``add``.
     """
@@ -67,7 +67,7 @@ class PaddleStore:
         return self.add(f"{key}#") > 0
 
     def remove(self, key: str) -> None:
-        """Discount a value, so that ``get`` waits for the next; only the process that reads a key calls this."""
+        """Discount a value: ``get`` then waits for the next; only the process that reads a key calls this."""
         self.add(f"{key}#", -1)
 
     def add(self, key: str, amount: int = 0) -> int:
@@ -84,13 +84,13 @@ class PaddleStore:
         return self
 
     def reserve_group_ids(self, count: int) -> int:
-        """Return the first of some ids of process groups that nobody else in the world has."""
+        """Return the first of some process group ids that are unique in the world."""
         with self._calls():
             return _FIRST_GROUP_ID + int(self.client.add("pipeproof/group ids", count)) - count
 
     @contextlib.contextmanager
     def _calls(self) -> Iterator[None]:
-        """Call Paddle's client, which may be used by one thread at a time."""
+        """Call Paddle's client, which only one thread may use at a time."""
         with self._lock:
             try:
                 yield
@@ -99,7 +99,7 @@ class PaddleStore:
 
 
 _FIRST_GROUP_ID = 1_000_000
-"""Far above the ids that ``paddle.distributed.new_group`` counts."""
+"""Far above the ids from ``paddle.distributed.new_group``."""
 
 
 class Alone:
@@ -126,7 +126,7 @@ class Alone:
 def send_at_once(ports: Collection[int]) -> None:
     """Let this process's sockets of stores at some ports send small messages at once.
 
-    Paddle's client and server write a message in several pieces, of which Linux holds the second back for 40 ms.
+    Paddle's client and server write a message in several pieces; Linux delays the second piece by 40 ms.
     """
     for end in _network_sockets():
         with contextlib.suppress(OSError):  # one that is not connected
@@ -135,7 +135,7 @@ def send_at_once(ports: Collection[int]) -> None:
 
 
 def refuse_other_hosts(host: str, port: int) -> None:
-    """Let this process's store at a port take connections of this host alone, if ``host`` is the loopback address.
+    """Let this process's store at a port accept only connections from this host, if ``host`` is the loopback address.
 
     Paddle's store listens at all addresses, and has no option for another. So the listening socket is bound to the
     loopback interface afterwards. A kernel that forbids it (Linux before 5.7 without root) leaves the store as it is.
@@ -150,9 +150,9 @@ def refuse_other_hosts(host: str, port: int) -> None:
 
 
 def _network_sockets() -> Iterator[socket.socket]:
-    """Copies of this process's sockets of IPv4 and IPv6, each open until the next is asked for."""
+    """Copies of this process's IPv4 and IPv6 sockets, each open until the iterator advances."""
     folder = Path("/proc/self/fd")
-    for path in [*folder.iterdir()] if folder.is_dir() else ():  # elsewhere than on Linux there is no list
+    for path in [*folder.iterdir()] if folder.is_dir() else ():  # only Linux has such a list
         with contextlib.suppress(OSError, ValueError):
             if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
                 with socket.socket(fileno=os.dup(int(path.name))) as end:
@@ -163,8 +163,8 @@ def _network_sockets() -> Iterator[socket.socket]:
 def process_store(host: str, port: int, num_ranks: int, prefix: str, *, is_first: bool) -> PaddleStore:
     """The store at which Paddle's processes find each other, over a connection of its own; rank 0 serves it.
 
-    Paddle reads the address from its variables, which name this one. On rank 0 it listens at all addresses until all
-    ranks are connected, then at loopback alone where that is the address (``refuse_other_hosts``).
+    Paddle reads the address from its variables, which name this store. On rank 0 it listens at all addresses until all
+    ranks are connected, then only at loopback if that is the address (``refuse_other_hosts``).
 
     Raises:
         ConnectionError: nobody serves the store, or the port is taken.
@@ -222,9 +222,9 @@ def store_address() -> tuple[str, int]:
 def gloo_pairs(wanted: Sequence[tuple[int, ...]], first_id: int, agreement: Agreement) -> dict[int, PaddleGroup]:
     """Make the groups of pairs that have this rank, by their position in ``wanted``; they have ids from ``first_id``.
 
-    Each has a store of its own. Paddle's gloo writes the addresses of a group's members under their numbers in the
-    group alone: in a store that several groups share, a member that comes early reads the address of an earlier group,
-    and is refused or waits forever.
+    Each has a store of its own. Paddle's gloo writes the addresses of a group's members only under their numbers in the
+    group: in a store that several groups share, a member that comes early reads an address of an earlier group, and is
+    refused or waits forever.
 
     Raises:
         PipelineError: a rank cannot connect; every rank raises it.
@@ -255,7 +255,7 @@ def gloo_pairs(wanted: Sequence[tuple[int, ...]], first_id: int, agreement: Agre
 
     def make() -> None:
         send_at_once({port for _, port in addresses.values()})
-        for position, ranks in enumerate(wanted):  # one order on all ranks: the first pair that is left can be made
+        for position, ranks in enumerate(wanted):  # one order on all ranks: the first remaining pair can be made
             if index in ranks:
                 groups[position] = process_group(ranks, index, "gloo", stores[position], first_id + position)
 

@@ -13,7 +13,7 @@ _PF_EXITING = 0x4
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process for all time: a number is used again after a process has ended, its start is not."""
+    """A unique process: its number is reused after its end, its start time is not."""
 
     pid: int
     started: str

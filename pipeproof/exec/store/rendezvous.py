@@ -16,7 +16,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = math.inf) -> bool:
-    """Return True once a condition holds, False if it does not within ``limit_s`` seconds; it is read at least once."""
+    """Return True once a condition holds, False after ``limit_s`` seconds; the condition is read at least once."""
     ends, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
     while not condition():
         if time.monotonic() > ends:
@@ -41,9 +41,9 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
     A job uses its ports seconds later. Until then gloo of another job could get such a port to wait for a peer; it
     takes the first process that connects for its peer, and both jobs fail ("Connection refused"). So sockets stay bound
-    to the ports: the system then gives them to no process that asks for any port. Rank 0's store can still listen,
-    because it sets SO_REUSEADDR, and on Linux it may then share a port on which nobody listens. On other systems the
-    ports are only free.
+    to the ports: the system then does not give them to a process that asks for any port. Rank 0's store can still
+    listen, because it sets SO_REUSEADDR, and on Linux it may then share a port on which nobody listens. On other
+    systems the ports are only free.
 
     Raises:
         OSError: the loopback interface is missing, or too few of its ports are free.
@@ -62,7 +62,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 
 def _require_loopback() -> None:
-    """Connect to this process, as the ranks of a run will to each other: without it they would wait for their time."""
+    """Connect to this process: without loopback the ranks of a run would wait for each other until their limit."""
     with socket.socket() as store, socket.socket() as peer:
         _bind(store)
         store.listen()
@@ -78,7 +78,7 @@ def _require_loopback() -> None:
 
 
 _CONNECT_S = 10.0
-"""Longest time of a connection of this process to itself."""
+"""Longest time for a connection of this process to itself."""
 
 
 def _bind(holder: socket.socket) -> None:
@@ -154,7 +154,7 @@ def process_environment() -> dict[str, str]:
 def await_store(address: str, timeout_s: float = 60.0) -> None:
     """Wait until rank 0's store listens; Paddle's client would sleep three seconds after a first refusal.
 
-    A name that is not known yet may become known, as those of Kubernetes do once the pod runs.
+    An unknown name may become known later, as names in Kubernetes do once the pod runs.
 
     Raises:
         RuntimeError: nothing listens at ``address`` (host:port) within ``timeout_s``.
@@ -209,6 +209,6 @@ def is_loopback_name(host: str) -> bool:
 
 
 ANOTHER_HOST = "192.0.2.1"
-"""An address of no host (RFC 5737): the route to it is that to any other host."""
+"""An address that no host has (RFC 5737): the route to it is the route to any other host."""
 _SIOCGIFADDR = 0x8915
 """From Linux's bits/ioctls.h: the address of an interface."""

@@ -46,7 +46,7 @@ MISMATCH = RuleDoc(
     explanation=(
         "The unpartitioned model, run in one process with the same weights and data, has other bits in the loss or in "
         "a gradient than the distributed run. Where tensor or data parallelism adds in another order, the reference "
-        "adds in that order too, so that equal bits can be required."
+        "adds in that order too: equal bits can then be required."
     ),
     wrong="layer.0.attn.qkv.weight: md5 1f0c.. against the reference's 9ab2..",
     right="every MD5 equal",
@@ -80,8 +80,8 @@ WORLD_SIZE = RuleDoc(
     title="the launcher does not fit the plan",
     explanation=(
         "Under a launcher such as `paddle.distributed.launch` or `srun` each process is one rank of the plan. The "
-        "number of processes must be the product of the topology's sizes. `torchrun` starts plans of "
-        "the backend torch only, and Paddle's launcher those of paddle. The launcher's variables must name a rank "
+        "number of processes must be the product of the topology's sizes. `torchrun` only starts plans of "
+        "the backend torch, and Paddle's launcher only plans of paddle. The launcher's variables must name a rank "
         "below the number of ranks, the rank on its host, and the address of rank 0 (docs/running.md lists them)."
     ),
     wrong="python -m paddle.distributed.launch --nproc_per_node 2 ..   # topology: {pp: 2, tp: 2}",

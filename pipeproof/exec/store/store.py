@@ -1,6 +1,6 @@
 """A key-value store of texts, and long texts as several values of bounded size.
 
-Everything that comes out of a store is text that its reader parses as JSON and checks: nothing is unpickled or run.
+Every value from a store is text that its reader parses as JSON and checks: nothing is unpickled or run.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Store(Protocol):
         """Return True if a value was written; does not wait."""
 
     def add(self, key: str, amount: int = 0) -> int:
-        """Add to a counter that all ranks share, and return its sum; a counter is no value of ``get`` or ``has``."""
+        """Add to a counter that all ranks share, and return its sum; ``get`` and ``has`` do not see counters."""
 
     def remove(self, key: str) -> None:
-        """Remove a value, so that ``get`` waits for the next; one process reads and removes a key."""
+        """Remove a value: ``get`` then waits for the next; one process reads and removes a key."""
 
     def part(self, prefix: str) -> Store:
         """The same store with a prefix of all keys."""
 
     def of_thread(self) -> Store:
-        """The same store for another thread, whose calls do not wait for those of this one."""
+        """The same store for another thread, whose calls do not wait for this thread's calls."""
 
 
 def put_json(store: Store, key: str, content: Any) -> None:
@@ -75,7 +75,7 @@ def get_json(store: Store, key: str, timeout_s: float) -> Any:
 
     Raises:
         TimeoutError: nobody wrote it in time.
-        ValueError: it is no JSON value of ``put_json``.
+        ValueError: it is not a JSON value of ``put_json``.
     """
     count, newline, first = _bounded(store.get(f"{key}/0", timeout_s), key).partition("\n")
     if not newline or not count.isdecimal() or not 0 < int(count) <= _MOST_PARTS:
@@ -93,7 +93,7 @@ def has_json(store: Store, key: str) -> bool:
 
 
 def remove_json(store: Store, key: str) -> None:
-    """Remove a value of ``put_json`` of one part: its first part is what readers wait for."""
+    """Remove a value of ``put_json`` of one part: readers wait for the first part."""
     store.remove(f"{key}/0")
 
 
@@ -115,7 +115,7 @@ def finding_of(content: Mapping[str, Any]) -> Finding:
     return Finding(content["code"], Severity(content["severity"]), content["message"], location, content["help"])
 
 
-# --- A store whose calls end, also where the process that serves it is stopped or its host is not reachable ---
+# --- A store whose calls end, even if the process that serves it is stopped or its host is not reachable ---
 # The clients of both frameworks wait for an answer without a limit (PyTorch 2.13, Paddle 3). A stopped process and a
 # host without power neither close a connection nor reset it. So calls are made in a thread, which may wait for ever.
 
@@ -156,7 +156,7 @@ class AnsweringStore:
         return self._answer(lambda: self._store.add(key, amount))
 
     def remove(self, key: str) -> None:
-        """Remove a value, so that ``get`` waits for the next."""
+        """Remove a value: ``get`` then waits for the next."""
         self._answer(lambda: self._store.remove(key))
 
     def part(self, prefix: str) -> AnsweringStore:

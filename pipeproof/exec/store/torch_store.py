@@ -1,4 +1,4 @@
-"""PyTorch's stores as a ``Store``, and the one of a job at the address that its launcher names."""
+"""PyTorch's stores as a ``Store``, and a job's store at the address that its launcher names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TorchStore:
             return bool(self._store.check([key]))
 
     def remove(self, key: str) -> None:
-        """Remove a value, so that ``get`` waits for the next."""
+        """Remove a value: ``get`` then waits for the next."""
         with _network_errors():
             self._store.delete_key(key)
 
@@ -95,9 +95,9 @@ def _network_errors() -> Iterator[None]:
 def process_store() -> TorchStore:
     """The store of this process's job, by ``MASTER_ADDR``, ``MASTER_PORT`` and ``RANK``; made once.
 
-    Rank 0 serves it unless torchrun's agent does. It listens at the named address alone. It listens at all addresses
-    where the named one belongs to no interface of this host (behind translated addresses), and where it is the name of
-    this host at its loopback interface, while other hosts have ranks.
+    Rank 0 serves it unless torchrun's agent does. It listens only at the named address. It listens at all addresses if
+    the named address belongs to no interface of this host (behind translated addresses), or if it is this host's name
+    at its loopback interface while other hosts have ranks.
 
     Raises:
         ConnectionError: nobody serves the store in time, or the port is taken.

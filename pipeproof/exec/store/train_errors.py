@@ -8,10 +8,10 @@ from pipeproof.diagnostics.finding import Finding
 
 
 class PipelineError(RuntimeError):
-    """A failure of a pipeline, which is raised on every rank of it.
+    """A failure of a pipeline, raised on all its ranks.
 
-    ``is_reported`` is True where the other ranks already know the text. ``leaves_usable`` is True where all ranks
-    refused a step before anything was posted: the pipeline can run others.
+    ``is_reported`` is True if the other ranks already know the text. ``leaves_usable`` is True if all ranks refused a
+    step before anything was posted: the pipeline can run other steps.
     """
 
     is_reported = False
@@ -26,7 +26,7 @@ class PipelineError(RuntimeError):
 
 
 class PlanRefused(PipelineError):  # noqa: N818 - the name of the public contract
-    """A plan that is not valid or not proved, with the ``findings`` that explain it; ``headline`` is which of them."""
+    """A plan that is not valid or not proved, with the ``findings`` that explain it; ``headline`` says which."""
 
     def __init__(
         self,

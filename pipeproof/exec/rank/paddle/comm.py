@@ -4,8 +4,7 @@ The behaviour of Paddle's gloo decides the design:
 
 - ``isend`` and ``irecv`` block, so each end of each channel has its own thread, and a post never blocks the host;
 - tags are a counter per rank and group, so each (channel, direction) has its own two-rank group;
-- groups that share a store read each other's addresses, so each has a store of its own
-  (``exec.store.paddle_store``);
+- groups that share a store read each other's addresses, so each has a separate store (``exec.store.paddle_store``);
 - collectives over more than two ranks hang or are missing, so they are composed of exchanges between pairs, always in
   the same order of pairs, and sums add in group order: every rank gets the same bits.
 """
@@ -31,7 +30,7 @@ from pipeproof.stages.paddle.runtime import quiet_native
 _CONNECT_S = 1800.0
 """Timeout of connecting. The watchdog's is shorter."""
 _FIRST_GROUP_ID = 1_000
-"""Above the world's, which ``init_parallel_env`` makes."""
+"""First group id after the world's, which ``init_parallel_env`` makes."""
 
 
 class PaddleChannels:
@@ -71,7 +70,7 @@ class PaddleChannels:
 class PairwiseCollectives:
     """Collectives over one group, composed of all-gathers in two-rank groups.
 
-    Every rank visits the pairs in lexicographic order, so that both members of the lowest unfinished pair are ready.
+    Every rank visits the pairs in lexicographic order: both members of the lowest unfinished pair are always ready.
     Sums and maxima are taken in group order.
     """
 

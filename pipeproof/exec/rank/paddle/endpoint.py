@@ -18,7 +18,7 @@ from pipeproof.stages.paddle.runtime import require_kernels, start_paddle
 from pipeproof.testing.endpoint_protocol import Array
 
 _GROUP_ID = 2_000
-"""Above those of the channels."""
+"""Larger than the ids of channels' groups."""
 
 
 class PaddleEndpoint(GroupEndpoint):

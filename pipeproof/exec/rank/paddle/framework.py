@@ -36,7 +36,7 @@ Tensor: TypeAlias = paddle.Tensor
 
 
 class PaddleGptStage(GptStage):
-    """A stage whose work items are whole micro-batches in numpy, of which it takes a split of the sequences."""
+    """A stage whose work items are whole micro-batches in numpy; it computes with a split of the sequences."""
 
     def __init__(
         self,

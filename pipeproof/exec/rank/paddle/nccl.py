@@ -1,12 +1,12 @@
 """Communication with Paddle on GPUs: one communicator for each channel and group, and no kernel of Paddle's.
 
-- Channels and groups are those of ``exec.rank.group_channels``. There are no threads.
+- ``exec.rank.group_channels`` makes channels and groups. There are no threads.
 - The partial transport is Fleet's: the process group gets the whole tensor, and sends, receives or gathers the slice of
   one rank.
 - ``paddle.distributed.barrier`` launches a kernel on GPUs. Here ranks wait for each other at the store of the
   rendezvous: a build whose kernels do nothing on this GPU can still copy and communicate, and so rehearse.
 - A rehearsal (``computes`` is not set) only issues NCCL's sums and moves memory. A run adds the gathered tensors in
-  group order, so that it has the bits of the ordered reference.
+group order, with the bits of the ordered reference.
 """
 
 from __future__ import annotations

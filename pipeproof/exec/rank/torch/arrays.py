@@ -71,7 +71,7 @@ class TorchArrays:
 
 
 def as_this_thread(device: torch.device) -> Callable[[], None]:
-    """Return a function that a new thread calls to compute with PyTorch as this one does now.
+    """Return a function that a new thread calls to compute with PyTorch as this thread does now.
 
     That is on the same device and stream, which may be captured, with the same number of threads (on which the bits of
     products depend), gradient mode and autocast.
@@ -90,7 +90,7 @@ def as_this_thread(device: torch.device) -> Callable[[], None]:
         torch.set_autocast_enabled(device.type, is_cast)
         torch.set_autocast_dtype(device.type, cast_to)
         torch.set_autocast_cache_enabled(keeps_casts)
-        if is_cast:  # else the end of a nested autocast would clear the casts of all threads
+        if is_cast:  # otherwise the end of a nested autocast would clear the casts of all threads
             torch.autocast_increment_nesting()
 
     return set_up

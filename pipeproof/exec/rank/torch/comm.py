@@ -1,8 +1,8 @@
 """Communication with PyTorch: a process group for each channel, and one for each group of the graph.
 
-- Channels and groups are those of ``exec.rank.group_channels``, on gloo too.
-- gloo lacks reduce-scatter and all-to-all for some types; there they are composed of exchanges between members, in
-  group order, so that every rank gets the same bits.
+- ``exec.rank.group_channels`` makes channels and groups, on gloo too.
+- gloo lacks reduce-scatter and all-to-all for some types. Then exchanges between members replace them, in group order:
+every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _TAG = 0
 def post_send(backend: Any, buffer: torch.Tensor, member: int) -> Any:
     """Send a contiguous buffer to a member of the backend's group, as a batch of one; return PyTorch's handle at once.
 
-    A batch uses the communicator of its group. Outside of one PyTorch makes another communicator, or warns that the
-    message is serialized with all others of its group, which here are those of one channel.
+    A batch uses the communicator of its group. Outside of a batch PyTorch makes another communicator, or warns that the
+    message is serialized with all others of its group: these are the messages of one channel.
     """
     backend._start_coalescing()  # noqa: SLF001 - `batch_isend_irecv` does this, behind checks that cost more than it
     backend.send([buffer], member, _TAG)
@@ -99,8 +99,8 @@ def combined(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 class BegunCollectives:
     """Collectives over one group that the caller waits for, see ``Begun``; an ``AsyncCollectives``.
 
-    On NCCL they run on the group's stream after all that the current stream has launched so far. With ``at_once`` they
-    have ended, for the next kernel of the current stream, when the call returns.
+    On NCCL they run on the group's stream after all work that the current stream has launched so far. With ``at_once``
+    the current stream's next kernel already sees their results when the call returns.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup, *, at_once: bool) -> None:
@@ -197,12 +197,12 @@ class GroupCollectives:
 
 
 def _works(work: Any) -> list[Any]:
-    """Handles of a collective: none of one that was not asynchronous."""
+    """Handles of a collective; none if it was not asynchronous."""
     return [] if work is None else [work]
 
 
 def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
-    """Return True if parts along a dim are contiguous in memory, so that joining or splitting copies nothing."""
+    """Return True if parts along a dim are contiguous in memory: joining or splitting then copies nothing."""
     return all(size == 1 for size in tensor.shape[:dim])
 
 
@@ -279,9 +279,9 @@ def _group(ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
 
 
 def _prior_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Make a group on NCCL whose kernels come before those of computations that wait for a multiprocessor.
+    """Make a group on NCCL whose kernels get a multiprocessor before waiting kernels of computations.
 
-    Where pairs overlap, a product would otherwise hold up the exchange of tokens that should run next to it.
+    In overlapped pairs, a product would otherwise delay the exchange of tokens that should run next to it.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = CONNECT_TIMEOUT  # noqa: SLF001 - as `new_group` sets it, which warns of another one

@@ -63,9 +63,9 @@ def captured(
 
     It is captured on ``stream``, by default a new one, with the memory of ``pool``, by default its own.
 
-    All ranks capture the same step at the same time. ``work`` has run before, so that kernels are loaded and
-    connections are open; its shapes and memory do not change, it reads no values, and it waits for all its transfers.
-    Other threads (NCCL's watchdog) are not affected.
+    All ranks capture the same step at the same time. ``work`` has run before: kernels are loaded and connections are
+    open; its shapes and memory do not change, it reads no values, and it waits for all its transfers. Other threads
+    (NCCL's watchdog) are not affected.
 
     Raises:
         RuntimeError: ``work`` reads a value or allocates on the host, which cannot be captured.
@@ -87,7 +87,7 @@ def captured(
 
 
 def _forget_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Bring allocator and generator back, which PyTorch 2.11 to 2.13 leaves as in a capture if its end fails.
+    """Reset allocator and generator, which PyTorch 2.11 to 2.13 leaves in capture mode if the end of a capture fails.
 
     The allocator would never give unused memory back, and each random number would be an error.
     """
@@ -96,7 +96,7 @@ def _forget_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
         torch._C._cuda_endAllocateToPool(number, pool)  # noqa: SLF001 - as torch.cuda.use_mem_pool
         torch._C._cuda_releasePool(number, pool)  # noqa: SLF001
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
-        torch.zeros(1, device=device)  # a good capture ends that of the generator
+        torch.zeros(1, device=device)  # a successful capture ends the generator's capture
 
 
 class CaptureStream:

@@ -88,15 +88,15 @@ class TorchStages:
 class TorchSideStream:
     """A ``SideStream`` of one device; on a CPU there is none.
 
-    One for all pairs of a rank, because the allocator has memory of its own for each stream. Its few small kernels come
-    before those of computations that wait for a multiprocessor.
+    All pairs of a rank share it, because the allocator has separate memory for each stream. Its few small kernels get a
+    multiprocessor before waiting kernels of computations.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def follow(self) -> None:
-        """Let its next work wait for all that the current stream has launched so far."""
+        """Let its next work wait for all work that the current stream has launched so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -113,7 +113,7 @@ class TorchSideStream:
 class TorchFramework:
     """PyTorch on ``cpu`` over gloo, or on one GPU over NCCL; a ``Framework`` whose weights are ``Weight``.
 
-    The options are those of ``start_torch``.
+    For the options see ``start_torch``.
 
     Raises:
         RuntimeError: the device is missing or does not compute.

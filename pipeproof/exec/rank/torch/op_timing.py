@@ -1,10 +1,10 @@
 """Times of operations with PyTorch: as a GPU saw them by events, or on a CPU by threads that wait for gloo.
 
 - A computation's start and end are events on the compute stream. If the host is late, the start is when the GPU reached
-  the event, and the time between belongs to no operation.
+  the event, and the gap belongs to no operation.
 - A transfer was posted when the compute stream reached its post. It ended when its communicator's stream executed it: a
-  separate stream for each channel waits for it and records an event. It is known when both ends run, but not when the
-  first byte moved.
+  separate stream for each channel waits for it and records an event. The times show when both ends run, but not when
+  the first byte moved.
 - Events have no absolute time. At the beginning of each step an event is recorded between two reads of the host's
   monotonic clock, several times; the closest pair gives the event's time and its accuracy.
 - gloo reports the end of a transfer only to a thread that waits for it, and the rank's own wait may be much later. So a
@@ -185,7 +185,7 @@ class CudaPingClock:
     """Events on the current stream; a ``PingClock``."""
 
     def hold(self) -> None:
-        """Let the GPU sleep, so that the measured time does not contain the host's launches."""
+        """Let the GPU sleep: the measured time then does not contain the host's launches."""
         torch.cuda._sleep(_HELD_CYCLES)  # noqa: SLF001 - no public function makes a GPU sleep
 
     def mark(self) -> torch.cuda.Event:
@@ -201,7 +201,7 @@ class CudaPingClock:
 
 
 def op_ranges() -> Callable[[str], AbstractContextManager[object]] | None:
-    """Return what makes the range of an operation from its text; None unless a profiler runs."""
+    """Return a function from an operation's text to its range; None unless a profiler runs."""
     if not torch.autograd._profiler_enabled():  # noqa: SLF001 - no public query
         return None
     return lambda text: record_function(f"{TRACE_PREFIX}{text}")
