@@ -1,10 +1,8 @@
-"""The op table before anything is derived from it: rows as people write them, and the same rows as columns.
+"""The op table before derivations: rows as people write them, and the same rows as columns.
 
-A row describes one operation of one rank. Columns are numpy arrays with
-one entry per row, all int64: a name is in a table of its own, and its index
-there is in the column. Templates of rows are repeated by indexing
-(``Columns.take``), which is how a large plan is lowered without a Python
-object per operation.
+A row describes one operation of one rank. Columns are numpy arrays with one entry per row, all int64: a column has the
+index of a name in a separate table. Templates of rows are repeated by indexing (``Columns.take``), which is how a large
+plan is lowered without a Python object per operation.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from pipeproof.schedule.ops import AXES, KIND_CODE, KINDS, TARGET_KINDS, UPDATE_
 IntColumn = NDArray[np.int64]
 
 NONE = -1
-"""In an integer column: this row has no such thing."""
+"""In an integer column: this row has no such value."""
 
 COMPUTE_QUEUE, HOST_QUEUE = 0, 1
 QUEUES = ("compute", "host")
@@ -30,7 +28,7 @@ QUEUES = ("compute", "host")
 itself. Any other name is one more queue (a CUDA stream) of the rank that uses it."""
 
 REDUCTIONS = ("", "sum", "max", "avg", "overwrite")
-"""Known reductions, first in every table, so that equal rows make equal columns."""
+"""Known reductions, first in every table: equal rows then make equal columns."""
 
 COMMUNICATORS = ("forward", "backward")
 """The communicators of transfers that name none: one for each direction."""
@@ -96,7 +94,7 @@ class NameTable:
         self._codes = {name: code for code, name in enumerate(names)}
 
     def code(self, name: str) -> int:
-        """The place of ``name``, which is added if it is new."""
+        """The code of ``name``, which is added if it is new."""
         return self._codes.setdefault(name, len(self._codes))
 
     def names(self) -> tuple[str, ...]:
@@ -113,12 +111,11 @@ COLUMN_NAMES = (
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Rows of all ranks as arrays by column name; ``offsets[r] : offsets[r + 1]`` are those of rank r.
+    """Rows of all ranks as arrays by column name; ``offsets[r] : offsets[r + 1]`` are the rows of rank r.
 
     ``accesses`` has shape [n, 3]: row, buffer, READ | WRITE | FREE.
-    ``unusual`` holds the operations that the columns cannot express (a wait
-    for a child collective). ``work_item`` is the micro-batch, or where sequences
-    are split into ``num_splits`` (not 0), micro-batch * num_splits + split.
+    ``unusual`` holds the operations that the columns cannot express (a wait for a child collective). ``work_item`` is
+    the micro-batch or, if sequences are split into ``num_splits`` (not 0), micro-batch * num_splits + split.
     """
 
     values: Mapping[str, IntColumn]
@@ -237,7 +234,7 @@ def columns_of(rows_by_rank: Sequence[Iterable[Row]], num_splits: int | None = N
 
 
 def work_item_of(op: Op, num_splits: int) -> int:
-    """The work item that an operation is of; ``NONE`` for one of a whole step.
+    """The work item of an operation; ``NONE`` for an operation of a whole step.
 
     A negative micro-batch represents any work item, in rows that are yet to be filled in.
 
@@ -254,13 +251,13 @@ def work_item_of(op: Op, num_splits: int) -> int:
 
 
 def _axis_code(op: Op) -> int:
-    """The axis of the operation, or of what it waits for or frees."""
+    """The axis of the operation, or of the operation that it waits for or frees."""
     named = op.target if op.kind in TARGET_KINDS and op.target is not None else op
     return NONE if named.axis is None else AXES.index(named.axis)
 
 
 def _index_of(op: Op) -> int:
-    """The index of a child, or the other stage of a transfer, or of the one that the operation waits for or frees."""
+    """The index of a child or the other stage of a transfer, also for a WAIT or FREE of one."""
     named = op.target if op.kind in TARGET_KINDS and op.target is not None and op.target.target is None else op
     return NONE if named.index is None else named.index
 
@@ -295,7 +292,7 @@ def op_from_columns(
 
 
 def work_of(work_item: int, num_splits: int) -> tuple[int | None, int | None]:
-    """(micro-batch, split) of a work item; None for what there is not."""
+    """(micro-batch, split) of a work item; None for a missing value."""
     if work_item == NONE:
         return None, None
     return divmod(work_item, num_splits) if num_splits else (work_item, None)
@@ -324,8 +321,8 @@ def rank_column(offsets: IntColumn) -> IntColumn:
 
 
 ANY, ANY_OTHER = -2, -3
-"""Placeholders for the micro-batch of a row in a block: the first, or the second, of its use. ``ANY`` as a
-row's batch is that of the use, too."""
+"""Placeholders in a block's row for the first or second micro-batch of its use. ``ANY`` as a row's batch means the
+use's batch."""
 
 
 @dataclass(slots=True)
@@ -337,13 +334,13 @@ class Blocks:
     _block: list[int] = field(default_factory=list)
     _work_item: list[int] = field(default_factory=list)
     _marked: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Origin, second work item and batch of the uses that have any."""
+    """Origin, second work item and batch of the uses that have any of these."""
     _programs: list[int] = field(default_factory=lambda: [0])
     num_splits: int = 0
     """Number of sequence splits; 0 if sequences are not split."""
 
     def add(self, rows: Sequence[Row]) -> int:
-        """A new block; the number to use it by."""
+        """Add a new block; return its number for ``use``."""
         self._rows += rows
         self._first.append(len(self._rows))
         return len(self._first) - 2
@@ -351,14 +348,14 @@ class Blocks:
     def use(
         self, block: int, work_item: int = NONE, origin: int = NONE, *, other: int = NONE, batch: int = NONE
     ) -> None:
-        """Append one use of a block to the program of the present rank; ``other`` is its second work item."""
+        """Append one use of a block to the program of the current rank; ``other`` is its second work item."""
         if origin != NONE or other != NONE or batch != NONE:
             self._marked[len(self._block)] = origin, other, batch
         self._block.append(block)
         self._work_item.append(work_item)
 
     def end_rank(self) -> None:
-        """End the program of the present rank; later uses belong to the next rank."""
+        """End the program of the current rank; later uses belong to the next rank."""
         self._programs.append(len(self._block))
 
     def expand(self) -> Columns:
@@ -382,7 +379,7 @@ class Blocks:
         )
 
     def _marks(self) -> IntColumn:
-        """Origin, second work item and batch of each use, ``NONE`` where it has none; shape [3, n]."""
+        """Origin, second work item and batch of each use, ``NONE`` if it has none; shape [3, n]."""
         marks = np.full((3, len(self._block)), NONE, dtype=np.int64)
         if self._marked:
             marks[:, list(self._marked)] = np.array(list(self._marked.values()), dtype=np.int64).T

@@ -1,9 +1,8 @@
 """Derived columns of an op table: channels, FIFO positions, matches, waits, parents, edges.
 
-Everything is computed on whole columns; Python loops run only over channels,
-and over operations whose waits are out of order. Nothing is checked here: an
-unmatched transfer has no match, and a wait for an operation that is not under
-way waits for ``NONE``.
+Everything is computed on whole columns; Python loops run only over channels, and over operations whose waits are out of
+order. This module checks nothing: an unmatched transfer has no match, and a wait for an operation that is not under way
+waits for ``NONE``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def is_kind(kind: IntColumn, kinds: frozenset[OpKind]) -> BoolColumn:
 
 
 def packed(*columns: IntColumn) -> IntColumn:
-    """One integer per row that is equal exactly where all ``columns`` (each >= ``NONE``) are equal.
+    """One integer per row: two are equal exactly if all ``columns`` (each >= ``NONE``) are equal.
 
     Raises:
         OverflowError: the columns hold too many values for 63 bits.
@@ -56,7 +55,7 @@ def packed(*columns: IntColumn) -> IntColumn:
 
 
 def place_in_group(key: IntColumn) -> IntColumn:
-    """For each row, how many rows before it have the same key."""
+    """For each row, the number of earlier rows with the same key."""
     order = np.argsort(key, kind="stable")
     position = np.empty(len(key), dtype=np.int64)
     position[order] = np.arange(len(key)) - _group_starts(key[order])
@@ -64,7 +63,7 @@ def place_in_group(key: IntColumn) -> IntColumn:
 
 
 def _group_starts(ordered: IntColumn) -> IntColumn:
-    """For each entry of a sorted column, where its run of equal entries begins."""
+    """For each entry of a sorted column, the begin of its run of equal entries."""
     begins = np.ones(len(ordered), dtype=bool)
     begins[1:] = ordered[1:] != ordered[:-1]
     return np.maximum.accumulate(np.where(begins, np.arange(len(ordered)), 0)) if len(ordered) else ordered
@@ -90,7 +89,7 @@ def channel_columns(columns: Columns, rank: IntColumn) -> tuple[IntColumn, list[
 
 
 def position_column(columns: Columns, rank: IntColumn, channel: IntColumn) -> IntColumn:
-    """The place of a transfer among the sends or receives of its channel, of a collective on its group and rank."""
+    """The position of a transfer among its channel's sends or receives, or of a collective on its group and rank."""
     kind = columns.values["kind"]
     position = np.full(len(kind), NONE, dtype=np.int64)
     transfers = np.flatnonzero(channel != NONE)
@@ -115,9 +114,8 @@ def match_column(kind: IntColumn, channel: IntColumn, position: IntColumn) -> In
 def waits_for_column(columns: Columns, rank: IntColumn) -> IntColumn:
     """The row that each WAIT waits for.
 
-    A transfer is a request that one wait finishes: of those under way by the
-    target's name, the earliest not waited for. Anything else may be waited for
-    by several queues: the last of the target's name before the wait.
+    One wait finishes one transfer: the earliest transfer of the target's name that is under way without a wait. Several
+    queues may wait for any other operation: the last one of the target's name before the wait.
     """
     values = columns.values
     waits_for = np.full(len(rank), NONE, dtype=np.int64)
@@ -157,7 +155,7 @@ def _last_before(
 def _pair_waits(
     wait_key: IntColumn, waits: IntColumn, target_key: IntColumn, targets: IntColumn, waits_for: IntColumn
 ) -> None:
-    """The k-th wait of a name takes its k-th target where that comes first; names out of order are walked."""
+    """The k-th wait of a name takes its k-th target if that comes first; names out of order are walked."""
     wait_id, target_id = _numbered(wait_key, target_key)
     _, left, right = np.intersect1d(wait_id, target_id, assume_unique=True, return_indices=True)
     in_order = targets[right] < waits[left]
@@ -170,7 +168,7 @@ def _pair_waits(
 
 
 def _numbered(wait_key: IntColumn, target_key: IntColumn) -> tuple[IntColumn, IntColumn]:
-    """Keys with the place among equal keys worked in, by one numbering for waits and targets."""
+    """Keys combined with the position among equal keys, in one numbering for waits and targets."""
     places = place_in_group(wait_key), place_in_group(target_key)
     both = packed(np.concatenate([wait_key, target_key]), np.concatenate(places))
     return both[: len(wait_key)], both[len(wait_key) :]
@@ -207,9 +205,9 @@ def _find_unusual(columns: Columns, wait: int, waits_for: IntColumn) -> None:
 
 
 def with_children(waits_for: IntColumn, parent: IntColumn) -> IntColumn:
-    """The same with the last collective below it in place of an operation that has any: only then has it ended.
+    """The waits, with operations that have collectives replaced by the last of these: only then have they ended.
 
-    That is the last before the wait.
+    The last collective before the wait counts.
     """
     waits, children = np.flatnonzero(waits_for != NONE), np.flatnonzero(parent != NONE)
     has_any = np.zeros(len(parent), dtype=bool)
@@ -228,7 +226,7 @@ def with_children(waits_for: IntColumn, parent: IntColumn) -> IntColumn:
 
 
 def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
-    """The computation, reduction or gather that each child collective or part is of: the last of that name before."""
+    """The computation, reduction or gather of each child collective or part: the last earlier one of that name."""
     values = columns.values
     parent = np.full(len(rank), NONE, dtype=np.int64)
     children = np.flatnonzero(is_kind(values["kind"], CHILD_KINDS | PART_KINDS) & (values["target_kind"] != NONE))
@@ -250,7 +248,7 @@ def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
 
 
 def _last_of_name(columns: Columns, rank: IntColumn, children: IntColumn, owners: IntColumn) -> IntColumn:
-    """For each child the last before it of ``owners`` that has the kind of its target, its stage and work item."""
+    """For each child the last earlier one of ``owners`` with the kind, stage and work item of its target."""
     values, both = columns.values, np.concatenate([owners, children])
     named = np.concatenate([values["kind"][owners], values["target_kind"][children]])
     key = packed(rank[both], named, values["stage"][both], values["work_item"][both])
@@ -265,7 +263,7 @@ def _last_of_name(columns: Columns, rank: IntColumn, children: IntColumn, owners
 
 
 def part_before_column(columns: Columns, parent: IntColumn) -> IntColumn:
-    """For each PART and each collective of a computation that has PARTs: the one before it of the same computation."""
+    """For each PART and each collective of a computation with PARTs: its predecessor in the same computation."""
     before = np.full(len(parent), NONE, dtype=np.int64)
     kind = columns.values["kind"]
     parts = np.flatnonzero((kind == KIND_CODE[OpKind.PART]) & (parent != NONE))
@@ -295,8 +293,8 @@ READS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
         OpKind.GATHER_BACKWARD: ("output_grad",),
     }
 )
-"""Tensors of its stage and micro-batch that each kind reads; ``kept`` is what a forward keeps for its backward,
-``host`` its copy in host memory."""
+"""Tensors of its stage and micro-batch that each kind reads; a forward keeps ``kept`` for its backward, ``host``
+is its copy in host memory."""
 
 WRITES: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
     {

@@ -49,9 +49,8 @@ _PLACEMENT_TEXTS = MappingProxyType(
 class Request:
     """Request of a plan to a generator; each generator takes the arguments that it needs.
 
-    ``costs`` has the times of every stage, in any unit. ``memory_limit`` is
-    the most chunk activations that a rank may hold. ``group_size`` is how many
-    micro-batches go through a chunk at a time. ``overlaps`` asks for a
+    ``costs`` has the times of every stage, in any unit. ``memory_limit`` is the most chunk activations that a rank may
+    hold. ``group_size`` is the number of micro-batches that go through a chunk at a time. ``overlaps`` asks for a
     schedule in which forwards overlap with backwards.
     """
 
@@ -68,7 +67,7 @@ class Request:
 
     @property
     def stage_costs(self) -> StageCosts:
-        """The times of the stages; 1, 1 and 1 where none were given."""
+        """The times of the stages; by default 1, 1 and 1."""
         return self.costs or even_costs(sum(map(len, self.stages_of_ranks)))
 
     @property
@@ -105,16 +104,13 @@ def _split_by_dualpipe(num_ranks: int, num_work_items: int) -> int:
 class ScheduleKind:
     """One value of ``schedule.kind``.
 
-    ``min_chunks`` and ``max_chunks`` bound the stages of a rank (None: any
-    number). ``variants`` are the tools whose orders differ, the first being
-    the default unless a backend has its own. ``splits_sequences`` means that
-    it works on sequence splits.
+    ``min_chunks`` and ``max_chunks`` bound the stages of a rank (None: any number). ``variants`` are the tools whose
+    orders differ; the first is the default unless a backend has its own. ``splits_sequences`` means that it works on
+    sequence splits.
 
-    ``generator`` names the function that makes it, and the module in
-    ``schedule.generators`` that defines it; the default is the name of the
-    kind. ``arguments`` is what that function takes of a request.
-    ``split_backwards`` is the number of backwards that it splits into I and W,
-    by the numbers of ranks and of work items.
+    ``generator`` names the function that makes it, and the module in ``schedule.generators`` that defines it; the
+    default is the name of the kind. ``arguments`` selects the function's arguments from a request. ``split_backwards``
+    is the number of backwards that it splits into I and W, by the numbers of ranks and of work items.
     """
 
     name: str
@@ -137,7 +133,7 @@ class ScheduleKind:
         return 2 * num_work_items + self.split_backwards(num_ranks, num_work_items)
 
     def generate(self, request: Request) -> Schedule:
-        """The schedule. Its generator is loaded here: a plan needs one of them, and all together start slowly.
+        """The schedule. This loads its generator: a plan needs one generator, and loading all is slow.
 
         Raises:
             UnfitSizesError: it does not exist for these sizes.
@@ -192,7 +188,7 @@ _KINDS = (
     ),
     ScheduleKind(
         "zb_h2",
-        "a longer warm-up and later weight gradients, so that no rank idles, in about twice the memory",
+        "a longer warm-up and later weight gradients: no rank idles, in about twice the memory",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.2",
         split_backwards=_split_all,
     ),
@@ -207,7 +203,7 @@ _KINDS = (
     ),
     _in_a_v(
         "zb_v",
-        "stages in a V, so that no rank idles, in the memory of 1F1B",
+        "stages in a V: no rank idles, in the memory of 1F1B",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6",
         split_backwards=_split_all,
     ),
@@ -265,10 +261,10 @@ SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind f
 
 
 def assigned(schedule: Schedule, placement: Sequence[Sequence[int]]) -> Schedule:
-    """The schedule with its ranks in the order in which ``placement`` has their stages.
+    """The schedule with its ranks in the order of their stages in ``placement``.
 
     Raises:
-        UnfitSizesError: the placement does not put together the stages that a rank of the schedule holds.
+        UnfitSizesError: the placement does not put the stages of a schedule's rank together.
     """
     own = stages_of(schedule.programs)
     free = grouped((stages, rank) for rank, stages in enumerate(own))
@@ -322,7 +318,7 @@ def ends_share_ranks(plan: PlanSpec) -> bool:
 
 
 ANY_SIZES = "any"
-"""In place of a condition: every number of ranks and micro-batches will do."""
+"""In place of a condition: any number of ranks and micro-batches fits."""
 
 _ROUNDS = "m % max(1, m // p) == 0"
 
@@ -342,5 +338,5 @@ _CONDITIONS: Mapping[tuple[str, str | None], str] = MappingProxyType(
 
 
 def sizes_of(kind: str, variant: str | None = None) -> str:
-    """The condition of a kind, or of one of its variants; ``ANY_SIZES`` where there is none."""
+    """The condition of a kind, or of one of its variants; ``ANY_SIZES`` without a condition."""
     return _CONDITIONS.get((kind, variant), ANY_SIZES)

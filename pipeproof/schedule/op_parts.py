@@ -23,7 +23,7 @@ class BoundaryPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A tensor whose bytes are in a packed message, as one rank holds it; the fields are those of ``TensorSpec``.
+    """A tensor whose bytes are in a packed message, as one rank holds it; for the fields see ``TensorSpec``.
 
     ``index`` is its position among the members of its boundary; it takes no part in equality.
     """
@@ -42,7 +42,7 @@ class TensorPart:
 
 
 PART_ALIGNMENT = 16
-"""The start of each part of a packed message is a multiple of these bytes, as the types of a GPU need it."""
+"""The start of each part of a packed message is a multiple of these bytes, for the types on a GPU."""
 
 
 def part_starts(sizes: Iterable[int]) -> list[int]:
@@ -55,7 +55,7 @@ def part_starts(sizes: Iterable[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as one rank holds it: what crosses a stage boundary, on one of its sides.
+    """A tensor at a stage boundary, as one rank on one side of the boundary holds it.
 
     ``shape`` is local, in elements; ``placement`` is over the ``tp`` axis in
     its text form; ``dims`` names the dims (``sbh``). ``member``
@@ -96,8 +96,8 @@ class Channel:
 class Group:
     """The ranks of one communicator along one mesh axis, in group order.
 
-    Where a rank of the graph represents many that run the same program, each
-    of ``ranks`` represents ``copies`` members of the group.
+    If a rank of the graph represents many that run the same program, each of ``ranks`` represents ``copies`` members of
+    the group.
     """
 
     axis: str
@@ -120,7 +120,7 @@ class Accesses:
 
 
 class EdgeKind(StrEnum):
-    """Why one operation comes after another."""
+    """The reason why one operation comes after another."""
 
     HOST = "host"
     """Next on the rank's compute queue."""

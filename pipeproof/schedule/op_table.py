@@ -86,19 +86,17 @@ __all__ = [
 class OpGraph:
     """All operations of one training step as columns, with edges by kind. Frozen: nothing changes it.
 
-    Columns are int64 arrays with one entry per op id: ``kind`` (a place in
-    ``ops.KINDS``), ``stage``, ``work_item`` (a micro-batch, or one split of
-    its sequences), ``rank``, ``peer``, ``channel``, ``tensor``, ``start``, ``stop``, ``shift``, ``group``,
-    ``reduction``, ``queue``, ``batch``, ``scale``, ``origin`` as ``Row`` has
-    them, and what follows from the rows:
+    Columns are int64 arrays with one entry per op id: ``kind`` (an index into ``ops.KINDS``), ``stage``, ``work_item``
+    (a micro-batch, or one split of its sequences), ``rank``, ``peer``, ``channel``, ``tensor``, ``start``, ``stop``,
+    ``shift``, ``group``, ``reduction``, ``queue``, ``batch``, ``scale``, ``origin`` as ``Row`` has them, and what
+    follows from the rows:
 
-    - ``position``: a transfer's place in its channel, a collective's among
-      those that its rank issues on its group;
+    - ``position``: a transfer's position in its channel, or a collective's among its rank's collectives on its group;
     - ``match``: the op id of a transfer's other end;
-    - ``waits_for``: the op id that a WAIT waits for, of one with collectives below it the last of these;
+    - ``waits_for``: the op id that a WAIT waits for, or the last collective below that operation;
     - ``parent``: the op id that a child collective or a part belongs to;
-    - ``part_before``: of a PART, and of a collective of a computation that has PARTs, the one before it of the same
-      computation, which it follows and which may be on another queue.
+    - ``part_before``: for a PART or collective of a computation with PARTs, its predecessor in the same computation,
+      which may be on another queue.
 
     ``NONE`` means that there is no such value. ``offsets[r] : offsets[r + 1]``
     are the op ids of rank r. ``global_rank[r]`` is the rank of the mesh that
@@ -191,7 +189,7 @@ class OpGraph:
         return is_kind(self.kind, kinds)
 
     def partner_stage(self, rows: IntColumn) -> IntColumn:
-        """The stage that each of some transfers of tensors goes to or comes from."""
+        """The stage at the other end of each of some transfers of tensors."""
         towards = np.zeros(len(KINDS), dtype=np.int64)
         for kind, step in STEP_OF_TRANSFER.items():
             towards[KIND_CODE[kind]] = step
@@ -291,8 +289,8 @@ class OpGraph:
     def nx(self) -> nx.DiGraph[int]:
         """The networkx graph over op ids: nodes carry ``rank`` and ``op``, edges a tuple ``kinds``.
 
-        The node of a transfer also carries its ``channel``, that of a
-        collective its ``group``, as places in the graph's tables.
+        Nodes of transfers also carry a ``channel``, nodes of collectives a ``group``, as indices into the graph's
+        tables.
         """
         import networkx as nx
 
@@ -312,8 +310,8 @@ def build_graph(
 ) -> OpGraph:
     """Give every row an id and derive channels, FIFO positions and edges. Linear in rows.
 
-    Nothing is checked here: unmatched transfers have no match edge, and a
-    wait for a missing transfer waits for ``NONE``.
+    This function checks nothing: unmatched transfers have no match edge, and a wait for a missing transfer waits for
+    ``NONE``.
 
     Raises:
         ValueError: a row names a tensor or group that is not in the lists, a transfer has no peer, or a group has

@@ -1,8 +1,7 @@
 """Operations and their text form.
 
-An operation is what one rank does once: compute, send, receive, wait, take
-part in a collective. Its text form is PyTorch's pipeline IR where the two
-overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``, ``2UNSHARD``) and extends it:
+An operation is one action of one rank: compute, send, receive, wait, take part in a collective. Its text form is
+PyTorch's pipeline IR where the two overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``, ``2UNSHARD``) and extends it:
 
 EBNF::
 
@@ -30,13 +29,12 @@ EBNF::
 A work item is a micro-batch or, where sequences are split, one
 split of a micro-batch (``2F0.s1``). A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
 A transfer of an edge that leads past the next stage names the stage at its other end: ``0SEND_F2>3`` sends to stage 3,
-``3RECV_F2<0`` receives it.
-``OFFLOAD`` copies what a forward keeps for its backward into host memory, ``RELOAD`` copies it back.
-``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
-``GATHER_WEIGHT`` joins the shares of a stage's weights that ranks have updated (a sharded optimizer).
-``PART`` is what a computation does between two of its collectives, ``WEIGHTS`` the weight gradients that a backward
-has deferred: the parts of a pair that takes turns (``schedule.overlap``).
-Parsing matches the whole string: ``2F0x``, ``02F0`` and ``2f0`` are refused.
+``3RECV_F2<0`` receives it. ``OFFLOAD`` copies the tensors that a forward keeps for its backward into host memory,
+``RELOAD`` copies them back. ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
+``GATHER_WEIGHT`` joins the shares of a stage's weights that ranks have updated (a sharded optimizer). ``PART`` is the
+part of a computation between two of its collectives, ``WEIGHTS`` the weight gradients that a backward has deferred: the
+parts of an overlapped pair (``schedule.overlap``). Parsing matches the whole string: ``2F0x``, ``02F0`` and ``2f0`` are
+refused.
 """
 
 from __future__ import annotations
@@ -90,12 +88,12 @@ class OpKind(StrEnum):
 
 
 KINDS: tuple[OpKind, ...] = tuple(OpKind)
-"""All kinds; a kind's place here is its code in the op table."""
+"""All kinds; a kind's index is its code in the op table."""
 KIND_CODE: Mapping[OpKind, int] = MappingProxyType({kind: code for code, kind in enumerate(KINDS)})
 
 COMPUTE_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
 PART_KINDS = frozenset({OpKind.PART, OpKind.WEIGHTS})
-"""Parts of a computation that takes turns with another one; its own row is their container."""
+"""Parts of a computation that alternates with another one; its own row is their container."""
 COPY_KINDS = frozenset({OpKind.OFFLOAD, OpKind.RELOAD})
 """Copies of a work item's activations between device and host memory."""
 META_KINDS = frozenset(
@@ -116,7 +114,7 @@ TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
 STEP_OF_TRANSFER: Mapping[OpKind, int] = MappingProxyType(
     {kind: 1 if ("SEND" in kind) == kind.endswith("_F") else -1 for kind in sorted(TRANSFER_KINDS)}
 )
-"""By kind of a transfer: where the stage at its other end lies, between neighbouring stages."""
+"""By kind of a transfer: the offset to the stage at its other end, between neighbouring stages."""
 SLICE_KINDS = frozenset({OpKind.SLICE_FORWARD, OpKind.SLICE_BACKWARD})
 GATHER_KINDS = frozenset({OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD})
 CHILD_KINDS = frozenset(
@@ -127,7 +125,7 @@ CHILD_KINDS = frozenset(
 )  # fmt: skip
 """Collectives by name: mostly below a compute operation or a reduction, but they may also be separate."""
 UPDATE_KINDS = frozenset({OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT})
-"""Kinds of which each is a sum or a gather over one axis, with a collective below it for each weight."""
+"""Kinds that are a sum or a gather over one axis, with a collective below it for each weight."""
 FORWARD_KINDS = frozenset(
     {
         OpKind.FORWARD, OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.SLICE_FORWARD, OpKind.GATHER_FORWARD,
@@ -149,12 +147,10 @@ TRACE_PREFIX = "pipeproof:"
 class Op(NamedTuple):
     """One operation of one rank's program.
 
-    ``micro_batch`` is None for operations of a whole step; ``split`` is the
-    split of its sequences, if these are split. ``target`` is what
-    a ``WAIT`` waits for and a ``FREE`` frees, or the parent of a child
-    collective or part; ``index`` is the child's place among its parent's collectives, or its parts of one kind, and of
-    a transfer past the next stage the stage at its other end;
-    ``axis`` the mesh axis of a reduction or collective.
+    ``micro_batch`` is None for operations of a whole step; ``split`` is the split of its sequences, if these are split.
+    ``target`` is the operation that a ``WAIT`` waits for or a ``FREE`` frees, or the parent of a child collective or
+    part. ``index`` is the child's position among its parent's collectives, or parts of one kind; for a transfer past
+    the next stage it is the stage at its other end. ``axis`` is the mesh axis of a reduction or collective.
     """
 
     kind: OpKind
@@ -205,7 +201,7 @@ def part_of(parent: Op, index: int, kind: OpKind) -> Op:
 
 
 def _names(kinds: frozenset[OpKind]) -> str:
-    """A pattern for the kinds' marks; longer marks first, for one may begin another."""
+    """A pattern for the kinds' marks; longer marks first, because one may begin another."""
     return "|".join(sorted((str(kind) for kind in kinds), key=lambda name: (-len(name), name)))
 
 

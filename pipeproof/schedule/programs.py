@@ -1,7 +1,6 @@
-"""Per-rank programs: what one pipeline rank computes in one step, in order.
+"""Per-rank programs: the computations of one pipeline rank in one step, in order.
 
-Generators make them. Lowering adds what they need: transfers with their
-waits, collectives, gradient reductions and the optimizer step.
+Generators make them. Lowering adds transfers with their waits, collectives, gradient reductions and the optimizer step.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ Programs = tuple[Program, ...]
 class Schedule:
     """Result of a generator: the computations of each pipeline rank, and the pairs that run concurrently.
 
-    ``pairs`` has for each rank the places in its program at which an
-    overlapped pair begins: first the forward, then the backward. Empty where
-    nothing overlaps. A stage on two ranks has two copies, which share the
-    micro-batches.
+    ``pairs`` has for each rank the positions in its program at which an overlapped pair begins: first the forward, then
+    the backward. Empty without overlaps. A stage on two ranks has two copies, which share the micro-batches.
     """
 
     programs: Programs
     pairs: tuple[frozenset[int], ...] = ()
 
     def pairs_of(self, rank: int) -> frozenset[int]:
-        """The places of ``rank`` at which an overlapped pair begins."""
+        """The positions in ``rank``'s program at which an overlapped pair begins."""
         return self.pairs[rank] if self.pairs else frozenset()
 
     def rows(self, rank: int) -> list[Row]:
@@ -61,7 +58,7 @@ class UnfitSizesError(ValueError):
 
 
 def steady_pairs(num_forwards: int, num_warmup: Iterable[int]) -> tuple[frozenset[int], ...]:
-    """By rank the places of the forwards behind its warm-up, each of which has a backward behind it."""
+    """By rank, the positions of the forwards after its warm-up, each directly before a backward."""
     return tuple(frozenset(range(warmup, 2 * num_forwards - warmup, 2)) for warmup in num_warmup)
 
 
@@ -106,7 +103,7 @@ def input_of(op: Op, num_stages: int) -> Key | None:
 
 
 def source_of(op: Op, num_stages: int) -> Key | None:
-    """The input of a computation on any rank: the I of a W and the forward of the last stage among them."""
+    """The input of a computation on any rank, including the I of a W and the forward of the last stage."""
     if op.kind is _F or (op.kind is not _W and op.stage + 1 < num_stages):
         return input_of(op, num_stages)
     return op.kind is not _W, op.stage, op.micro_batch, op.split
@@ -183,7 +180,7 @@ def held_changes(
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Start and end of each computation, by rank and place in its program."""
+    """Start and end of each computation, by rank and position in its program."""
 
     programs: tuple[Program, ...]
     starts: tuple[tuple[Time, ...], ...]
@@ -218,7 +215,7 @@ def asap(schedule: Schedule, costs: StageCosts) -> Timed:
 
 
 class AsapRun:
-    """One run of a schedule, rank by rank as far as each one can go."""
+    """One run of a schedule, each rank as far as it can go."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self._schedule, self._costs = schedule, costs
@@ -244,7 +241,7 @@ class AsapRun:
         return Timed(programs, tuple(map(tuple, self._starts)), tuple(map(tuple, self._ends)))
 
     def _advance(self, rank: int) -> Iterator[int]:
-        """Run a rank until it lacks something; the ranks that wait for what it made."""
+        """Run a rank until it lacks an input; return the ranks that wait for its outputs."""
         program, pairs = self._schedule.programs[rank], self._schedule.pairs_of(rank)
         while self._place[rank] < len(program):
             position = self._place[rank]
@@ -264,7 +261,7 @@ class AsapRun:
                         yield self._waiting.pop(made)
 
     def _start(self, rank: int, ops: Sequence[Op]) -> Time | None:
-        """When the next computation or pair of a rank begins; None if what it needs is not there yet."""
+        """The start of a rank's next computation or pair; None if its input is not there yet."""
         start = self._clock[rank]
         for op in ops:
             source = source_of(op, self._num_stages)

@@ -1,7 +1,7 @@
-"""Turns of an overlapped pair: which computation runs up to which overlap point, and when its weight gradients run.
+"""Turns of an overlapped pair: the computation before each overlap point, and the position of weight gradients.
 
-An *overlap point* is a collective at which a computation hands the rank over to the other one of its pair. What a side
-does up to its next overlap point, or to its end, is a *turn*. The two sides take turns in a cycle.
+An *overlap point* is a collective at which a computation hands the rank over to the other one of its pair. A *turn* is
+the part of a side up to its next overlap point, or to its end. The two sides take turns in a cycle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Row = TypeVar("_Row")
 
 
 class Turn(NamedTuple):
-    """One turn of a side, and its number among those of the side."""
+    """One turn of a side, and its number among the side's turns."""
 
     side: Side
     number: int
@@ -27,9 +27,9 @@ def turns_of_pair(
 ) -> tuple[Turn, ...]:
     """The turns of a pair in the cycle ``order``, F and B each with one turn more than it has overlap points.
 
-    With ``defers`` the backward leaves its weight gradients to turns W, each with those of the turns of B since the
-    last one. A side that has ended is skipped, and so is W where nothing is deferred. What is still deferred when both
-    have ended comes last.
+    With ``defers`` the backward leaves its weight gradients to turns W; each has the gradients from the turns of B
+    since the last W. A side that has ended is skipped, and so is W if nothing is deferred. The remaining weight
+    gradients come last.
     """
     num_turns: dict[Side, int] = {"F": num_forward_overlap_points + 1, "B": num_backward_overlap_points + 1}
     done: dict[Side, int] = {"F": 0, "B": 0, "W": 0}
@@ -55,7 +55,7 @@ def turns_of_pair(
 
 
 class Cut(NamedTuple, Generic[_Row]):
-    """One exchange of a computation: its collectives, whether the computation hands over there, and how late."""
+    """One exchange of a computation: its collectives, whether it is an overlap point, and how late."""
 
     rows: Sequence[_Row]
     is_overlap_point: bool
@@ -64,7 +64,7 @@ class Cut(NamedTuple, Generic[_Row]):
 
 @dataclass(frozen=True, slots=True)
 class SideTurn(Generic[_Row]):
-    """Rows that one turn of a side issues, and its overlap point where that is late: issued in the next turn."""
+    """Rows that one turn of a side issues, and its overlap point if that is late: issued in the next turn."""
 
     rows: list[_Row] = field(default_factory=list)
     late: list[_Row] = field(default_factory=list)
@@ -92,8 +92,8 @@ def rows_in_turns(
     """Rows of a pair in the order in which it issues them.
 
     ``weights`` makes the row of the turns W by their numbers; None if the backward defers nothing. ``is_exchange`` is
-    true for a collective that runs while the rank computes. A late overlap point is issued in the next turn, if that
-    is not its own side's: behind the parts, and before the first such collective.
+    true for a collective that runs while the rank computes. A late overlap point is issued in the other side's next
+    turn: behind the parts, and before the first such collective.
     """
     late: list[_Row] = []
     before: Side | None = None

@@ -7,20 +7,18 @@ walk, in Python or compiled, visits few *nodes*.
 - A host reaches an operation at the sum of the durations before it on its rank
   (``work``) plus its idle time so far. It idles only in waits for transfers and
   in collectives, its *stops*.
-- The value of a wait is the idle time at its end: the idle time at the stop
-  before it or, if larger, the time at which its transfer is done less
-  ``work``. Node 0 is the beginning of every rank.
+- The value of a wait is the idle time at its end: the idle time at the stop before it or, if larger, the end of its
+  transfer minus ``work``. Node 0 is the beginning of every rank.
 - The value of a collective is the arrival time of its last member; its own
   duration is part of ``work``.
-- With buffered sends a send is done when it is posted: one host posts in order,
-  so its queue never delays it. A receive is done when it is posted and one
-  latency has passed since its send, whichever is later; both times grow along
-  the queue. Waits for sends are no stops.
+- With buffered sends a send is done when it is posted: one host posts in order, so its queue never delays it. A receive
+  is done when it is posted and one latency has passed since its send, whichever is later; both times grow along the
+  queue. Waits for sends are not stops.
 - With rendezvous each message is a node too: its time after both posts and
   after the message before it on its channel.
-- Reductions, gathers and copies on a named queue form a *track* of their own
-  (``tracks``), and so do the exchanges of pairs that take turns. A wait between
-  two tracks is a stop, and so is a part behind an exchange on another track.
+- Reductions, gathers and copies on a named queue form a *track* of their own (``tracks``), and so do the exchanges of
+  overlapped pairs with parts. A wait between two tracks is a stop, and so is a part behind an exchange on another
+  track.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class Times:
 
 
 def run_fast(graph: OpGraph, durations: Durations, model: ChannelModel, *, compiled: bool | None = None) -> Times:
-    """Times of all operations, equal to those of ``run_model``. Linear in operations, but for sorting.
+    """Times of all operations, equal to the times from ``run_model``. Linear in operations, except sorting.
 
     ``compiled`` selects numba or Python for the walk; see ``longest_paths``.
 
@@ -84,7 +82,7 @@ def run_fast(graph: OpGraph, durations: Durations, model: ChannelModel, *, compi
 
 
 _Edges = tuple[IntColumn, IntColumn, IntColumn]
-"""Edges into nodes of one kind: their number by node, and the source and the weight of each, node by node."""
+"""Edges into nodes of one kind: the number of edges of each node, and the source and weight of each edge."""
 
 
 class _Run:
@@ -247,7 +245,7 @@ class _Run:
         return rows, awaited[rows]
 
     def _meetings(self) -> tuple[IntColumn, int]:
-        """(node of each call's collective, number of collectives); their nodes follow those of the waits."""
+        """(node of each call's collective, number of collectives); their nodes follow the waits' nodes."""
         if not len(self._calls):
             return self._calls, 0
         graph = self._graph
@@ -264,7 +262,7 @@ class _Run:
         return sends[np.argsort(self._graph.channel[sends], kind="stable")]
 
     def _last_stops(self) -> tuple[IntColumn, IntColumn]:
-        """(node of the last stop before each operation on its host, idle time less the value of that node)."""
+        """(node of the last stop before each operation on its host, idle time minus the value of that node)."""
         num_ops, order, begins = self._graph.num_ops, self._order, self._begins
         node, shift = np.zeros(num_ops + 1, dtype=np.int64), np.zeros(num_ops + 1, dtype=np.int64)
         stop_row = np.zeros(num_ops + 1, dtype=np.int64)
@@ -285,7 +283,7 @@ class _Run:
         return self._node_before[rows], self._shift_before[rows] + self._work[rows]
 
     def _end(self, rows: IntColumn) -> tuple[IntColumn, IntColumn]:
-        """(node, offset to its value) of the end times of ``rows``, which are no transfers."""
+        """(node, offset to its value) of the end times of ``rows``, which are not transfers."""
         node, shift = self._arrival(rows)
         own, since = np.zeros((2, self._graph.num_ops), dtype=np.int64)
         own[self._waits], since[self._waits] = np.arange(1, 1 + len(self._waits)), self._work[self._waits]
@@ -351,7 +349,7 @@ class _Run:
         return node[transfers]
 
     def _fill_transfers(self, starts: IntColumn, ends: IntColumn, value: IntColumn) -> None:
-        """Replace the times of posts, which ``starts`` holds so far, by those of the transfers."""
+        """Replace the times of posts, which ``starts`` holds so far, by the times of the transfers."""
         graph = self._graph
         if self._rendezvous:
             done = value[self._first_message :]

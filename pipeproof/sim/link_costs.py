@@ -43,7 +43,7 @@ class LinkDurations:
 
 
 def link_durations(lowered: LoweredPlan, links: LinkTimes) -> LinkDurations:
-    """Times of all messages and collectives between ranks. Linear in operations, but for sorting.
+    """Times of all messages and collectives between ranks. Linear in operations, except sorting.
 
     Raises:
         BadPlanAtError: PP161, a profile lacks a time.
@@ -68,7 +68,7 @@ def link_durations(lowered: LoweredPlan, links: LinkTimes) -> LinkDurations:
 
 
 def bytes_of(lowered: LoweredPlan, links: LinkTimes) -> IntColumn:
-    """Bytes by op id: those that a send sends, and those that a member contributes to a collective.
+    """Bytes by op id: the bytes of a message at its send, and each member's bytes of a collective.
 
     A shape is an int64 for each dim.
     """
@@ -146,7 +146,7 @@ _ZERO = Fraction(0)
 _DATA_AXES = ("cp", "ep", "dp")
 """Axes whose sums go as one collective, in the order of the graph."""
 _LEAST, _FOR_EACH_RANK = 40_000_000, 1_000_000
-"""Elements of a bucket of Megatron-LM: at least, and for each rank over which gradients are summed."""
+"""Elements of a bucket of Megatron-LM: the minimum, and the number for each rank over which gradients are summed."""
 
 
 def bucket_times(lowered: LoweredPlan, links: LinkTimes, num_bytes: IntColumn) -> Mapping[int, Fraction]:
@@ -207,7 +207,7 @@ def _calls_by_stage(lowered: LoweredPlan) -> Iterator[_Calls]:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """One collective: its row and its time, and the places in the stage of the layers that have its weights."""
+    """One collective: its row and its time, and the positions in the stage of the layers that have its weights."""
 
     row: int
     us: Fraction
@@ -278,7 +278,7 @@ class _Buckets:
         return _Bucket(by_axis[axes[-1]][0], us, frozenset(places) or frozenset({0}))
 
     def _sharing_axes(self, axes: tuple[str, ...], weight: Parameter) -> tuple[str, ...]:
-        """Axes of a bucket's collective; a gather has rows for dp alone, and is over all that share the weight."""
+        """Axes of a bucket's collective; a gather only has rows for dp, and is over all ranks that share the weight."""
         if not self._calls.is_gather:
             return axes
         shared = (axis for axis in _DATA_AXES if self._lowered.mesh.size(axis) > 1)
@@ -334,7 +334,7 @@ class _Buckets:
         return end - duration
 
     def _shares(self, phases: Sequence[Phase]) -> list[Fraction]:
-        """Shares of a computation by layer: those of their FLOPs; equal ones for layers of a model of your own."""
+        """Shares of a computation by layer, in proportion to FLOPs; equal shares for custom layers."""
         spec, names = self._lowered.spec, self._lowered.stages[self._calls.stage]
         if spec.model.kind != "gpt":
             return [Fraction(1, len(names))] * len(names)

@@ -27,10 +27,9 @@ def longest_paths(
 ) -> IntColumn | None:
     """Length of the longest path that ends at each node, at least 0; None if the graph has a cycle.
 
-    Node n is reached over the edges ``first[n] : first[n + 1]``, each from
-    node ``source[e]`` with the length ``weight[e]``, which may be negative.
-    ``compiled`` chooses numba's code or Python's; by default numba's, where
-    it is installed, for large graphs. Linear in edges.
+    Node n is reached over the edges ``first[n] : first[n + 1]``, each from node ``source[e]`` with the length
+    ``weight[e]``, which may be negative. ``compiled`` chooses numba's code or Python's; by default numba's for large
+    graphs, if it is installed. Linear in edges.
 
     Raises:
         ImportError: ``compiled`` is true and numba is not installed.

@@ -1,9 +1,8 @@
 """Duration of each operation, in integer ticks.
 
-All times of a plan are fractions of microseconds. They are scaled by their
-common denominator, so that the simulation adds and compares integers and
-rounds nothing. Times of messages and collectives that come from a formula were
-rounded up to nanoseconds before.
+All times of a plan are fractions of microseconds. They are scaled by their common denominator: the simulation adds and
+compares integers and rounds nothing. Times of messages and collectives that come from a formula were rounded up to
+nanoseconds before.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def part_ticks(
 
 
 def _ends(lowered: LoweredPlan, op_id: int, own_us: Fraction) -> tuple[list[Fraction], list[Fraction]]:
-    """By part, its end from the begin of all of its computation, of PARTs and of WEIGHTS."""
+    """The end of each part, counted from the begin of its whole computation, of its PARTs and of its WEIGHTS."""
     graph, cost = lowered.graph, lowered.spec.cost
     kind, stage = KINDS[graph.kind[op_id]], int(graph.stage[op_id])
     assert lowered.part_shares is not None, "a plan with parts has their shares"
@@ -102,14 +101,12 @@ _KEYS = MappingProxyType(
 class Durations:
     """Durations of the operations of a graph, ``ticks[op_id]`` at least 0, and of the messages between ranks.
 
-    The duration of a computation excludes its collectives; that of a collective
-    begins when its last member has arrived. ``overlapped`` maps the first of two
-    overlapped computations to the second: both take the ``ticks`` of the first.
-    ``message_ticks`` holds the time of each message at the op id of its send,
-    where they differ; without it, each takes ``latency_ticks``.
-    ``recv_slowdown`` is the share by which a computation gets longer while a
-    receive of its rank is pending, ``collective_slowdown`` while an exchange
-    of a pair that takes turns is under way.
+    The duration of a computation excludes its collectives; a collective's duration begins when its last member has
+    arrived. ``overlapped`` maps the first of two overlapped computations to the second: both take the ``ticks`` of the
+    first.
+    ``message_ticks`` holds the time of each message at the op id of its send, where they differ; without it, each takes
+    ``latency_ticks``. ``recv_slowdown`` is the fraction by which a computation gets longer while a receive of its rank
+    is pending, ``collective_slowdown`` while an exchange of an overlapped pair with parts is under way.
     """
 
     ticks: tuple[int, ...]
@@ -128,13 +125,10 @@ class Durations:
 def durations_of(lowered: LoweredPlan) -> Durations:
     """Durations of the operations of a plan's graph.
 
-    F, B, I and W take the time that the plan gives for their stage, a sequence
-    split its share of that, and STEP the time of the optimizer. One that takes
-    turns takes no time itself, and its parts share that time. Copies to and from
-    host memory take the time of their bytes. Messages and
-    collectives take the times of ``lowered.links``. The time of a stage
-    includes its collectives: their time on the slowest rank, for the largest
-    micro-batch, is subtracted.
+    F, B, I and W take the plan's time for their stage, a sequence split its share of it, and STEP the time of the
+    optimizer. A computation with parts takes no time itself; its parts share the time. Copies to and from host memory
+    take the time of their bytes. Messages and collectives take the times of ``lowered.links``. The time of a stage
+    includes its collectives: their time on the slowest rank, for the largest micro-batch, is subtracted.
 
     Raises:
         BadPlanAtError: PP154, a stage's time is shorter than its collectives; PP161, a profile lacks some time.
@@ -246,7 +240,7 @@ def _pair_us(first: Op, second: Op, cost: CostSpec) -> Fraction:
 def work_us(op: Op, cost: CostSpec) -> Fraction:
     """Time of an optimizer's step, or of one F, B, I or W, collectives included.
 
-    I and W take half of B each where only the whole of B is given.
+    I and W take half of B each if the plan only gives B.
     """
     of_stage = {
         OpKind.FORWARD: cost.forward_of,
@@ -259,7 +253,7 @@ def work_us(op: Op, cost: CostSpec) -> Fraction:
 
 
 COPIED = (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
-"""Lifetimes of the activations that are copied: those that a forward stores for its backward."""
+"""Lifetimes of the activations that are copied: a forward stores them for its backward."""
 
 _NO_TIMES: Mapping[int, Fraction] = MappingProxyType({})
 
@@ -279,7 +273,7 @@ def copied_bytes(lowered: LoweredPlan, copies: IntColumn) -> IntColumn:
 
 
 def copy_times(lowered: LoweredPlan) -> Mapping[int, Fraction]:
-    """Microseconds of each copy by op id, rounded up to nanoseconds; none where the plan has no ``host_bandwidth``."""
+    """Microseconds of each copy by op id, rounded up to nanoseconds; empty if the plan has no ``host_bandwidth``."""
     bandwidth = lowered.spec.cost.host_bandwidth
     copies = np.flatnonzero(lowered.graph.is_kind(COPY_KINDS))
     if bandwidth is None or not len(copies):

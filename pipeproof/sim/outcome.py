@@ -53,7 +53,7 @@ NO_ROOM = RuleDoc(
 
 
 class SimulationError(PipeproofError):
-    """A program without a timeline: it cannot finish, or is no whole step; the findings name ranks and operations.
+    """A program without a timeline: it cannot finish, or is not a whole step; the findings name ranks and operations.
 
     ``source`` is the text of the plan for the findings to show, None if there is none.
     """

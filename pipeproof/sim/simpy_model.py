@@ -14,9 +14,8 @@ channel model: which operations share a FIFO, which block the host. An operation
 - a WAIT is done when all members of its target's call are done;
 - a collective is done when its duration has passed since its last member
   started; the k-th calls of all members of a group are one collective;
-- a computation is slowed down while a receive of its rank is pending (posted and
-  not done), on devices whose receives spin, and while an exchange of a pair that
-  takes turns is under way, from the start of its last member.
+- a computation is slowed down while a receive of its rank is pending (posted and not done), on devices whose receives
+  spin, and while an exchange of an overlapped pair with parts is under way, from the start of its last member.
 
 The collectives inside a computation follow it in its program, and so do its
 parts if it takes turns. The computation ends with the last of them.

@@ -70,7 +70,7 @@ class Simulation:
 
 
 def simulate(lowered: LoweredPlan, backend: BackendTable | None = None, *, engine: Engine = "auto") -> Simulation:
-    """Time one step of a plan's graph. Linear in operations, but for sorting.
+    """Time one step of a plan's graph. Linear in operations, except sorting.
 
     ``backend`` is used if ``cost.p2p`` is ``backend``; the default is the table
     of the backend that the plan declares.
@@ -184,7 +184,7 @@ def _queue_labels(graph: OpGraph) -> list[str]:
 def simulation_to_json(simulation: Simulation, cost_source: CostSource) -> dict[str, Any]:
     """The output of ``simulate --format json``; see ``docs/schemas/simulate.schema.json``.
 
-    ``cost_source`` is that of the plan as it was read: a lowered plan has given times.
+    ``cost_source`` is the source in the plan file: a lowered plan only has explicit times.
 
     Times are in ``unit``. A whole number is a JSON integer. For a fraction
     without an exact binary form, an additional key with the suffix ``_exact``
@@ -214,14 +214,14 @@ def simulation_to_json(simulation: Simulation, cost_source: CostSource) -> dict[
 
 
 class StepTimer:
-    """Times one graph again and again: by longest paths, and where these do not apply by the reference model.
+    """Times one graph repeatedly: by longest paths, or by the reference model if these do not apply.
 
     ``num_runs`` is the number of expected calls; many of them are compiled if numba is installed.
     """
 
     def __init__(self, graph: OpGraph, model: ChannelModel, num_runs: int) -> None:
         self._graph, self._model = graph, model
-        # Compiling pays once all runs together are as many operations as make it worth while in one graph.
+        # Compiling pays once all runs together have as many operations as one graph for which it pays.
         self._compiled = num_runs * graph.num_ops > COMPILED_ABOVE and find_spec("numba") is not None
 
     def makespan(self, durations: Durations) -> Fraction:

@@ -5,7 +5,7 @@
 - Activations are held from the start of F for the lifetimes of
   ``stages.describe.stage_memory``.
 - The allocator's fragmentation is a share of the tensors at the peak, and held for the whole step.
-- What is offloaded is held until its FREE, and again from the start of its reload. Host memory is not counted.
+- An offloaded tensor is held until its FREE, and again from the start of its reload. Host memory is not counted.
 - A received input is held from its post. From the start of F it is the tensor
   that the first layer keeps, and is counted there. Other tensors of the same
   boundary, and received gradients, are held until I ends.
@@ -13,7 +13,7 @@
   or at the FREE of the plan. The gradient of an input is held until it has
   arrived. Both are counted once for any number of receivers; slices are counted
   in addition, until they have arrived.
-- The tensor of a direct edge is held by its producer as an output, also where it stays on the rank, and by a rank that
+- The tensor of a direct edge is held by its producer as an output, even if it stays on the rank, and by a rank that
   receives it until the backward of its first consumer; without backwards until the forward of its last consumer there.
 - Receive slots hold the inputs that the layers keep. A tensor sent through send
   slots is free as soon as its send is posted.
@@ -57,8 +57,7 @@ def memory_of(
 ) -> tuple[MemoryCurve, ...]:
     """Memory curve of each rank of the plan's graph; ``ticks`` is the number of ticks in a microsecond.
 
-    ``starts`` and ``ends`` are the times of each operation of a finished step.
-    Linear in operations, but for sorting.
+    ``starts`` and ``ends`` are the times of each operation of a finished step. Linear in operations, except sorting.
     """
     step = _Step(lowered, Clock(lowered.graph, *(np.array(times, dtype=np.int64) for times in (starts, ends))))
     holdings = [*step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices(), *step.local()]
@@ -66,7 +65,7 @@ def memory_of(
     curves = curves_of(persistent, holdings, ticks)
     if not fragmentation:
         return curves
-    for held, curve in zip(persistent, curves, strict=True):  # an allocator keeps what it has reserved
+    for held, curve in zip(persistent, curves, strict=True):  # an allocator keeps its reserved memory
         held[Part.OVERHEAD] += ceil(fragmentation * (curve.peak - held[Part.OVERHEAD]))
     return curves_of(persistent, holdings, ticks)
 
@@ -224,7 +223,7 @@ class _Step:
             sizes = np.array([prod(tensor.shape) * self._item_bytes(tensor) for tensor in edge.variants])
             users = [user for user in edge.consumers if lowered.holders[user] == lowered.holders[edge.producer]]
             held: list[tuple[IntColumn, IntColumn]] = []
-            if users and not lowered.receivers(edge):  # else it is counted as sent
+            if users and not lowered.receivers(edge):  # otherwise it is counted as sent
                 made = self._at_stage(edge.producer, *_FORWARD)
                 held.append((made, self._read_by(made, users) if self._forward_only else self._used(made)))
             for user in users if edge.has_gradient else ():

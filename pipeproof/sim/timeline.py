@@ -137,9 +137,9 @@ def timeline_of(timed: Timed) -> Timeline:
 class RankFigures:
     """Time, bubbles and activations of one rank; times in exact microseconds.
 
-    Bubbles are idle time. ``makespan_us`` is that of all ranks. Activations count
-    chunk activations of one micro-batch, freed at the end of B or W
-    (``peak_activations``) or already at the end of I (``peak_activations_at_i``).
+    Bubbles are idle time. ``makespan_us`` is the makespan of all ranks. Activations count chunk activations of one
+    micro-batch, freed at the end of B or W (``peak_activations``) or already at the end of I
+    (``peak_activations_at_i``).
     """
 
     rank: int

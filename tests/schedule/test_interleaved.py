@@ -190,5 +190,5 @@ def test_the_nearest_numbers_that_pytorch_takes_are_the_nearest(p, m):
 
 
 def test_a_variant_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="'deepspeed' is no variant"):
+    with pytest.raises(ValueError, match="'deepspeed' is not a variant"):
         interleaved(2, 4, 2, "deepspeed")

@@ -75,7 +75,12 @@ def test_a_pair_is_one_cell():
 
 
 CANNOT = {
-    ("csv", "rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0"): (1, 13, "0SEND_F0 is no computation", "--only-computations"),
+    ("csv", "rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0"): (
+        1,
+        13,
+        "0SEND_F0 is not a computation",
+        "--only-computations",
+    ),
     ("csv", "rank 0: 0F0.s0 0F0.s1"): (1, 9, "0F0.s0", ""),
     ("csv", "rank 0: 0F0{reads=a writes=b}"): (1, 9, "{reads=a writes=b}", ""),
     ("csv", "rank 0: 0F0{batch=0} 0F1{batch=0}"): (1, 9, "0F0", ""),

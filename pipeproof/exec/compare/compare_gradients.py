@@ -30,10 +30,10 @@ from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.layers.layer_operations import measured_with
 from pipeproof.stages.describe.stage_memory import num_shards, shard_range
 
-# --- Kind of comparison of a run: bits of the unpartitioned model, bits of the ordered reference, or a bound ---
-# The ordered reference adds in the plan's order. PyTorch has none: where one would be needed, the unpartitioned model
-# computes every step from the ranks' own weights, and the distance is compared with a bound. Over several steps the
-# optimizer would turn rounding differences into whole steps.
+# --- Kinds of comparison: bits of the unpartitioned model, bits of the ordered reference, or a bound ---
+# The ordered reference adds in the plan's order. PyTorch does not have it: the unpartitioned model then computes every
+# step from the ranks' own weights, and the distance is compared with a bound. Over several steps the optimizer would
+# turn rounding differences into whole steps.
 
 
 Array = npt.NDArray[Any]
@@ -42,7 +42,7 @@ Array = npt.NDArray[Any]
 def needs_ordered_reference(plan: LoweredPlan) -> bool:
     """Return True if the plan adds in another order than the unpartitioned model, which runs micro-batches in order.
 
-    Kernels that are not deterministic add in an order of their own.
+    Nondeterministic kernels add in an unknown order.
     """
     topology = plan.spec.topology
     return (
@@ -53,14 +53,14 @@ def needs_ordered_reference(plan: LoweredPlan) -> bool:
 
 
 def is_checked_by_bound(plan: LoweredPlan) -> bool:
-    """Return True if every step is compared with one of the unpartitioned model from the ranks' weights, by a bound."""
+    """Return True if a bound compares every step with the unpartitioned model's step from the ranks' weights."""
     return plan.spec.run.backend == "torch" and needs_ordered_reference(plan)
 
 
 def assembled_weights(plan: LoweredPlan, ranks: Mapping[int, Mapping[str, Array]]) -> dict[str, Array]:
     """Assemble the shards of ranks to whole weights; other arrays (biases of routers) are taken as they are.
 
-    Where several ranks have the same array or shard, that of the first rank is taken. The ranks must have all weights.
+    If several ranks have the same array or shard, the first rank's is taken. The ranks must have all weights.
     """
     whole = {name: array for _, own in sorted(ranks.items(), reverse=True) for name, array in own.items()}
     for stage, parameter in stage_weights(plan):
@@ -78,7 +78,7 @@ Gradients = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements of a gradient that a rank has: a range per dim; with a sharded optimizer, a flat range of those."""
+    """Elements of a gradient that a rank has: a range per dim; with a sharded optimizer, a flat range within them."""
 
     index: Index
     elements: tuple[int, int] | None = None
@@ -118,7 +118,7 @@ def dp_group(plan: LoweredPlan, rank: int) -> tuple[int, ...]:
 class GradientResult:
     """Comparison of one parameter's gradient in one step with the reference.
 
-    ``md5`` is that of the gathered gradient in the reference's layout and dtype, in C order. ``max_rel_diff`` is
+    ``md5`` is the MD5 of the gathered gradient in the reference's layout and dtype, in C order. ``max_rel_diff`` is
     max|a - b| / max|b|, where b is the gradient of the reference that adds in the plan's order;
     ``unpartitioned_max_rel_diff`` is the same for the unpartitioned model, which computes this step from the same
     weights; there max|b| includes the gradients that ``measured_with`` names. ``replicas_agree`` is True if all ranks
@@ -137,7 +137,7 @@ class GradientResult:
 
     @property
     def bitwise(self) -> bool:
-        """True if every bit is the reference's, on every rank that has it."""
+        """True if every bit equals the reference's, on all ranks that have it."""
         return self.md5 == self.reference_md5 and self.replicas_agree
 
     def to_json(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def compare_step(
 
 
 class _Models:
-    """Both references of a step, with what is computed of each gradient once."""
+    """Both references of a step, with values that are computed once for each gradient."""
 
     def __init__(self, ordered: StepOutcome, unpartitioned: StepOutcome) -> None:
         self.ordered, self.unpartitioned = ordered, unpartitioned
@@ -260,7 +260,7 @@ class _GradientComparison:
         self._shards = {rank: ranks[rank].gradients[self._name] for rank in self._regions}
 
     def result(self, step: int) -> GradientResult:
-        """Compare each shard, then the joined and the gathered ones."""
+        """Compare each shard, then the joined and the gathered shards."""
         for rank, shard in self._shards.items():
             self._require_form(rank, shard)
         compared = {rank: self._compared(self._regions[rank], shard) for rank, shard in self._shards.items()}
@@ -269,7 +269,7 @@ class _GradientComparison:
             by_region.setdefault(region, compared[rank].md5) == compared[rank].md5
             for rank, region in self._regions.items()
         )
-        # Of ranks with the same region the last: their shards make up the gathered gradient.
+        # For each region the last rank that has it: these shards make up the gathered gradient.
         deciding = {region: rank for rank, region in self._regions.items()}
         parts = [compared[rank] for rank in sorted(deciding.values())]
         reference_md5 = self._models.md5(self._name)
@@ -336,8 +336,8 @@ class _GradientComparison:
 def _total_loss(plan: LoweredPlan, ranks: Sequence[StepOutcome]) -> Loss:
     """Sum of the last stage's losses over context-, expert- and then data-parallel ranks, in their order.
 
-    The loss is that of the first TP rank. Where the last stage has copies, their losses are added first, in the order
-    of their pipeline ranks.
+    The first TP rank's loss is used. If the last stage has copies, their losses are added first, in the order of their
+    pipeline ranks.
     """
 
     def of_copy(dp: int, ep: int, cp: int, pp: int) -> Loss:
@@ -391,7 +391,7 @@ class RouterResult:
 
     @property
     def bitwise(self) -> bool:
-        """True if every loss and every bias has the reference's bits, on every rank that has it."""
+        """True if every loss and every bias has the reference's bits, on all ranks that have it."""
         return not self.differing
 
     @property
@@ -423,7 +423,7 @@ def compare_routers(
 ) -> RouterResult | None:
     """Compare the router values of all ranks with the reference; None if there are no values.
 
-    Of ranks with the same value that of the lowest rank is reported.
+    If several ranks have the same value, the lowest rank's is reported.
     """
     of_run: dict[str, Array] = {}
     for of_rank in ranks:

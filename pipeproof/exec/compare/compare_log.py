@@ -28,7 +28,7 @@ graph has only an estimate; ``compare_exchanges`` compares it with the counts.""
 
 
 def expected_facts(graph: OpGraph, rank: int, dtype: str, weight_dtype: str | None = None) -> dict[str, list[_Fact]]:
-    """Facts that a step of ``rank`` must log, by queue; ``dtype`` is the run's, ``weight_dtype`` that of gradients."""
+    """Facts that a step of ``rank`` must log, by queue; gradients have ``weight_dtype``, other tensors ``dtype``."""
     facts: dict[str, list[_Fact]] = {HOST_QUEUE: []}
     for op_id in graph.rank_ops(rank):
         op, numel = graph.ops[op_id], int(graph.stop[op_id] - graph.start[op_id])
@@ -58,12 +58,12 @@ def compare_log(
 ) -> Iterator[Finding]:
     """Yield the first difference on each queue of each step; nothing if the log matches the graph.
 
-    The entries are read once, and those of one step are in memory at a time.
+    The entries are read once, and only one step's entries are in memory at a time.
 
     ``num_steps`` is the number of steps with a log, from ``first_step`` on; replayed steps have none.
 
     The host's entries are compared in the order of the log. A transfer's entry is written when the host waits for it,
-    so those of a channel are compared in the order of execution.
+    so a channel's entries are compared in the order of execution.
     """
     one_step = expected_facts(graph, rank, dtype, weight_dtype)
     missing = {*range(first_step, first_step + num_steps)}
@@ -114,7 +114,7 @@ def compare_exchanges(graph: OpGraph, rank: int, entries: Iterable[LogEntry]) ->
     }
     counts: dict[tuple[int, int, int | None, int | None], list[Traffic]] = {}
     on_way_back: set[tuple[int, Op | None]] = set()
-    """Computations, of which two may take turns, that have sent rows and not got them back."""
+    """Computations that have sent rows and not got them back; two may alternate."""
     for entry in entries:
         if not entry.traffic:
             continue

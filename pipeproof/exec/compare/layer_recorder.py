@@ -1,8 +1,8 @@
-"""Record of one rank of any program: what its modules read and make, forward and backward, and gradients of weights.
+"""Record of one rank of any program: inputs and outputs of its modules, forward and backward, and weight gradients.
 
-A framework calls ``entered`` and ``left`` around each module, ``scalar_backward`` for each loss, and ``finish`` where a
-step ends. A tensor that passes several borders unchanged is read once, and so is its gradient, which is that of the
-tensor: of all that read it.
+A framework calls ``entered`` and ``left`` around each module, ``scalar_backward`` for each loss, and ``finish`` at the
+end of a step. A tensor that passes several modules unchanged is read once, and so is its gradient, which is the sum
+over all its readers.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Tensors(Protocol):
         ...
 
     def version(self, tensor: Any) -> int:
-        """A number that each change in place raises."""
+        """A number that increases with each change in place."""
         ...
 
     def on_gradient(self, tensor: Any, call: Callable[[Any], None]) -> Any:
-        """Call with the gradient when a backward has it; return what ``remove()`` ends it by, None without gradient."""
+        """Call with the gradient when a backward has it; return a handle with ``remove()``, None without gradient."""
         ...
 
     def layout_of(self, tensor: Any, module: Any, side: Literal["input", "output"]) -> Layout | None:
-        """Layout of what a module reads or makes; None where neither is marked as a part."""
+        """Layout of a module's input or output; None if neither is marked as a part."""
         ...
 
 
@@ -70,7 +70,7 @@ class WeightGradient(NamedTuple):
 
 
 class _Label(NamedTuple):
-    """A border of a module that a tensor passes."""
+    """An input or output of a module that a tensor passes."""
 
     layer: str
     direction: Literal["forward", "backward"]
@@ -91,7 +91,7 @@ class _Content(NamedTuple):
 
 @dataclass(slots=True)
 class _Passing:
-    """A tensor that passes borders."""
+    """A tensor that passes inputs and outputs of modules."""
 
     ref: weakref.ref[Any]
     version: int
@@ -104,7 +104,7 @@ class _Passing:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tensors that are kept themselves: of names that match a pattern, and of at most ``largest`` bytes."""
+    """The tensors whose values are kept: with a name that matches a pattern, or with at most ``largest`` bytes."""
 
     names: Sequence[str] = ()
     largest: int = 0
@@ -129,7 +129,7 @@ class _Step:
     passing: dict[int, _Passing] = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
     reached: dict[str, int] = field(default_factory=dict)
-    """By layer when its backward was last seen."""
+    """For each layer, when its backward was last seen."""
 
 
 class LayerRecorder:
@@ -147,7 +147,7 @@ class LayerRecorder:
         self._last_time = 0
 
     def entered(self, name: str, module: Any, values: Any, *, is_again: bool) -> None:
-        """A module is called with ``values``; ``is_again``: by a backward that recomputes it."""
+        """A module is called with ``values``; ``is_again`` is True in a backward that recomputes it."""
         micro_batch = self._running[0][1] if self._running else self._count(f"{name} again" if is_again else name)
         self._running.append((name, micro_batch))
         self._border(name, module, "input", values, is_again=is_again)
@@ -162,7 +162,7 @@ class LayerRecorder:
         self._step.losses.append(self._tensors.to_numpy(loss)[0].reshape(()).copy())
 
     def finish(self, gradients: Iterable[WeightGradient]) -> None:
-        """End a step; ``gradients`` are those of all parameters, from the last layer on."""
+        """End a step; ``gradients`` has the gradients of all parameters, from the last layer on."""
         step = self._step
         if not step.lines:
             return
@@ -185,7 +185,7 @@ class LayerRecorder:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what has run since the last step ended, and the hooks on its tensors."""
+        """Drop all records since the end of the last step, and the hooks on their tensors."""
         for hook in self._step.hooks:
             hook.remove()
         self._step = _Step()
@@ -212,7 +212,7 @@ class LayerRecorder:
             passing.labels.append(_Label(name, "backward", other, micro_batch, piece, layout))
 
     def _passing(self, tensor: Any, name: str) -> _Passing:
-        """The tensor as it was at its last border, or, new or changed since, as it is."""
+        """The tensor's last record, or a new one if the tensor is new or has changed since."""
         cached, version = self._step.passing.get(id(tensor)), self._tensors.version(tensor)
         if cached is not None and cached.ref() is tensor and cached.version == version:
             passing = cached
@@ -224,7 +224,7 @@ class LayerRecorder:
             if hook is not None:
                 self._step.hooks.append(hook)
                 passing.has_hook = True
-                passing.labels.clear()  # of a checkpoint, which recomputes the modules before that made it
+                passing.labels.clear()  # of a checkpoint, which recomputes the modules that made it
         return passing
 
     def _backward(self, gradient: Any, passing: _Passing) -> None:
@@ -269,11 +269,11 @@ class LayerRecorder:
 
 
 _AGAIN = 1000
-"""Added to the piece of a gradient each time that it comes again, from another backward through the same tensor."""
+"""Added to a gradient's part number for each further backward through the same tensor."""
 
 
 def split_parts(array: Array, indexes: Sequence[Index]) -> list[Array]:
-    """The parts of what a rank has, one for each index: they follow one another along the dim in which these differ."""
+    """The parts of a rank's tensor, one for each index: consecutive along the dim in which the indices differ."""
     first = indexes[0]
     dim = next((d for d in range(len(first)) if any(index[d] != first[d] for index in indexes)), 0)
     stops = np.cumsum([index[dim][1] - index[dim][0] for index in indexes])[:-1]
@@ -285,10 +285,10 @@ def _decimals(loss: Array) -> str:
 
 
 def named_modules(roots: Any, children: Callable[[Any], Iterable[tuple[str, Any]]]) -> dict[int, tuple[str, Any]]:
-    """By id, the name and the module of all modules of a model, or of its stages, as the whole model names them.
+    """By id, the name and the module of all modules of a model or its stages, with the names of the whole model.
 
-    Wrappers give no part of a name. A stage and what spans several of them (by its ``pre_process`` and
-    ``post_process``) is not recorded. Blocks that know their ``layer_number`` in the whole model, from 1 on, are
+    Names do not contain wrappers. A stage, and a module that spans several stages (by its ``pre_process`` and
+    ``post_process``), is not recorded. Blocks that know their ``layer_number`` in the whole model, from 1 on, are
     numbered by it.
 
     Raises:
@@ -306,7 +306,7 @@ def named_modules(roots: Any, children: Callable[[Any], Iterable[tuple[str, Any]
     if repeated is not None:
         raise ValueError(
             f"{counts[repeated]} modules have the name {repeated!r}: pass the stages of `stages_of_sequential` or "
-            "`stages_of_transformers`, whose names are the model's, or name the modules of your stages so"
+            "`stages_of_transformers`, whose names are the model's, or use these names in your stages"
         )
     return named
 
@@ -342,7 +342,7 @@ def _walk(module: Any, name: str, children: Callable[[Any], Iterable[tuple[str, 
 
 
 def gradient_of(weight: Any) -> Any:
-    """A parameter's gradient, of Megatron's and Fleet's parameters the one in which micro-batches are added up."""
+    """A parameter's gradient; for Megatron's and Fleet's parameters the buffer in which micro-batches are added up."""
     main = getattr(weight, "main_grad", None)
     return weight.grad if main is None else main
 
@@ -350,7 +350,7 @@ def gradient_of(weight: Any) -> Any:
 def trained_weights(
     modules: Mapping[int, tuple[str, Any]], own: Callable[[Any], Iterable[tuple[str, Any]]]
 ) -> dict[int, tuple[str, str, Any, Any]]:
-    """By id the name, the layer's name, the weight and the module of all weights, in the order of ``modules``.
+    """By id, the name, the layer's name, the weight and the module of all weights, in the order of ``modules``.
 
     ``own`` returns the trained weights of one module.
     """
@@ -362,7 +362,7 @@ def trained_weights(
 
 
 def program_header(framework: str, dtype: str, modules: Mapping[int, tuple[str, Any]], kept: Kept) -> Header:
-    """The header of a program's record, with what the configurations of its modules have of the model."""
+    """The header of a program's record, with facts of the model from its modules' configurations."""
     configs = (getattr(module, "config", None) for _, module in modules.values())
     return Header(
         "program", __version__, "", framework, dtype, 0, layers=True, values=bool(kept),

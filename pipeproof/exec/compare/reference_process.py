@@ -1,16 +1,16 @@
 """Process of the single-process reference, next to the ranks.
 
 The launcher starts it as ``python -m pipeproof.exec.compare.reference_process DIRECTORY EVENT_FD LAUNCHER``. It trains
-the unpartitioned model. Where the plan adds in another order (tensor and data parallelism, backwards that are not in
-the order of micro-batches, copies of stages) the optimizer would turn rounding differences into whole steps:
+the unpartitioned model. If the plan adds in another order (tensor and data parallelism, backwards that are not in the
+order of micro-batches, copies of stages), the optimizer would turn rounding differences into whole steps:
 
 - On Paddle it trains the ordered model instead, and computes each step of the unpartitioned model from the same
   weights. Both write a file per step.
-- On PyTorch there is no ordered model. Each step but the first is computed from the weights with which the ranks ended
-  the previous step.
+- On PyTorch there is no ordered model. Each step after the first is computed from the weights with which the ranks
+  ended the previous step.
 
-For a run that resumes from a state it repeats the steps from step 0 on, which shows what the state lost or mixed up.
-Where these steps do not have the run's bits (another plan or another program computed the state) it starts from the
+For a run that resumes from a state it repeats the steps from step 0 on, which shows values that the state lost or mixed
+up. If these steps do not have the run's bits (another plan or another program computed the state), it starts from the
 state itself, and not from the weights that the ranks loaded.
 """
 
@@ -52,7 +52,7 @@ from pipeproof.state.state_layout import COUNTERS, MOMENTS, moment_name
 
 
 def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
-    """Run every step; write ``unpartitioned`` and, where needed, ``ordered`` step files, and layer files.
+    """Run every step; write ``unpartitioned`` and, if needed, ``ordered`` step files, and layer files.
 
     ``on_step`` is called after each step.
     """
@@ -69,7 +69,7 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
 
 
 def _paddle_results(job: Job, plan: LoweredPlan, watch: LayerWatch | None) -> Iterator[StepResult]:
-    """Yield the steps of the unpartitioned model, and write those of the ordered one."""
+    """Yield the steps of the unpartitioned model, and write the ordered model's steps."""
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle(0 if plan.spec.run.device == "gpu" else None)

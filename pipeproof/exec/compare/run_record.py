@@ -33,7 +33,7 @@ from pipeproof.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One rank's step: its shard of each gradient, and by key the tensors at the borders of its layers."""
+    """One rank's step: its shard of each gradient, and by key the tensors between its layers."""
 
     gradients: Mapping[str, Array]
     layers: Mapping[str, Array]
@@ -136,7 +136,7 @@ class Recorder:
         return (name.micro_batch, backward, sign * name.split, sign * layer, name.side == "output")
 
     def _border_index(self, rank: int, name: BorderTensor, array: Array) -> Index:
-        """Range of the whole that a rank has: tokens are sharded with sequence parallelism, losses never are."""
+        """A rank's range of the whole tensor: tokens are sharded with sequence parallelism, losses never are."""
         tp_rank, num_tp = self._plan.mesh.coords(rank)["tp"], self._plan.mesh.size("tp")
         is_loss = (name.layer, name.direction, name.side) == (self._layers[-1], "forward", "output")
         sharded = self._tp_dim if num_tp > 1 and not is_loss else None
@@ -147,7 +147,7 @@ class Recorder:
 
 
 def assembled(parts: Mapping[int, _RankPart]) -> Array:
-    """Assemble the parts of all ranks; where several ranks have the same part, that of the lowest rank is taken."""
+    """Assemble the parts of all ranks; if several ranks have the same part, the lowest rank's is taken."""
     first = next(iter(parts.values()))
     shape = [max(part.index[dim][1] for part in parts.values()) for dim in range(first.array.ndim)]
     whole = np.zeros(shape, dtype=first.array.dtype)
@@ -161,7 +161,7 @@ def _slices(index: Index) -> tuple[slice, ...]:
 
 
 def _recorded(blank: Recorded, parts: Mapping[int, _RankPart], whole: Array, values: dict[str, Array]) -> Recorded:
-    """Return the line of a tensor; add its values to ``values``, and those of ranks with different bits."""
+    """Return the line of a tensor; add its values to ``values``, and the values of ranks with different bits."""
     shards = []
     values[blank.key] = whole
     for rank, part in sorted(parts.items()):
@@ -194,7 +194,7 @@ def _step(step: int, loss: Loss, tensors: Sequence[Recorded], others: Mapping[st
 
 
 class RecordWriter:
-    """One record on disk, of all ranks or of one. A step's values are written before its lines, its lines in one write.
+    """One record on disk, of all ranks or of one. A step's values are written first, then all its lines in one write.
 
     Raises:
         FileExistsError: there is such a record already.

@@ -1,7 +1,7 @@
 """Losses of a step: the main loss, the losses of multi-token prediction, and the check that all values are finite.
 
 With modules of multi-token prediction, stages and references return one vector of all losses, each scaled like the main
-loss and without its weight; else a scalar.
+loss and without its weight; otherwise a scalar.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from pipeproof.analysis.align.record_format import Index, Layout
 
 
 class Split(NamedTuple):
-    """A weight that ``size`` ranks share along ``dim``; each has ``stride`` parts, one of each of as many tensors.
+    """A weight that ``size`` ranks share along ``dim``; each has ``stride`` parts, one from each of ``stride`` tensors.
 
-    Gate and up in one weight are such two tensors.
+    Gate and up in one weight are two such tensors.
     """
 
     dim: int
@@ -20,7 +20,7 @@ class Split(NamedTuple):
 
 
 def split_layout(local: tuple[int, ...], split: Split) -> Layout:
-    """Layout of a tensor of which this rank has ``local``."""
+    """Layout of a tensor with the part ``local`` on this rank."""
     dim = split.dim % len(local)
     length = local[dim] // split.stride
     starts = [(part * split.size + split.rank) * length for part in range(split.stride)]
@@ -35,10 +35,10 @@ def _index(local: tuple[int, ...], dim: int, start: int, stop: int) -> Index:
 def layout_of_border(
     local: tuple[int, ...], weight: tuple[int, ...], split: Split, side: Literal["input", "output"], out_dim: int = 0
 ) -> Layout | None:
-    """Layout of what a linear layer with a split weight reads or makes, ``local`` on this rank; None for a whole.
+    """Layout of the split input or output of a linear layer, ``local`` on this rank; None for the whole one.
 
-    ``out_dim`` is the dim of the weight that has a row for each element of the output. A weight that is split along it
-    makes, and one that is split along the other reads, the last dim in parts.
+    ``out_dim`` is the dim of the weight that has a row for each element of the output. If the weight is split along it,
+    the output is split along its last dim; otherwise the input is.
     """
     is_split = (split.dim == out_dim) == (side == "output")
     if len(weight) != 2 or not local or not is_split or local[-1] != weight[split.dim]:

@@ -48,8 +48,8 @@ def run_command(
 ) -> int:
     """Run a checked plan, print its progress, write the requested files; return the exit status.
 
-    ``write_timeline`` writes the measured timeline and returns the line to print about it; ``verbose`` prints what is
-    equal, too.
+    ``write_timeline`` writes the measured timeline and returns the line to print about it; ``verbose`` also prints
+    equal values.
     """
     refused = _refuse_launcher(report)
     if refused is not None:
@@ -79,7 +79,7 @@ def run_command(
 
 
 def _refuse_launcher(report: Report) -> Finding | None:
-    """PP907: a process that a launcher started as one of several; ``run`` starts all ranks itself."""
+    """PP907: a launcher started this process as one of several; ``run`` starts all ranks itself."""
     try:
         launched = launched_rank(os.environ, report.subject.plan.spec.run.backend)
     except PipeproofError:  # variables that name no rank
@@ -97,7 +97,7 @@ def _refuse_launcher(report: Report) -> Finding | None:
 def result_or_status(
     execute: Callable[[], _Result], report: Report, options: RunOptions, console: Console, refusal: str
 ) -> _Result | int:
-    """Return the result of ``execute``; where it fails, print the reason and return the exit status.
+    """Return the result of ``execute``; if it fails, print the reason and return the exit status.
 
     ``refusal`` is the line for a plan that does not pass check.
     """
@@ -187,7 +187,7 @@ def step_line(step: StepResult, bound: float | None = None) -> str:
 
 
 _MOST_ROWS = 80
-"""Most parameters that the table shows of those that differ. The JSON report has all."""
+"""Most differing parameters that the table shows. The JSON report has all."""
 
 
 def _print_gradients(step: StepResult, bound: float | None, console: Console, *, verbose: bool) -> None:
@@ -231,7 +231,7 @@ def _is_accepted(gradient: GradientResult, bound: float | None) -> bool:
 def render_run(report: RunReport, console: Console, *, verbose: bool = False) -> None:
     """Print the findings, the gradients of the last step that differ, and the verdict.
 
-    With ``verbose``, or where the run fails, it is printed how both sides computed; with ``verbose``, all gradients.
+    With ``verbose``, or if the run fails, print how both sides computed; with ``verbose``, print all gradients.
     """
     render_text(report.findings, report.subject.source, console=console)
     bound = report.parallel_bound if report.is_checked_by_bound else None
@@ -279,7 +279,7 @@ CLOCKS: Mapping[LogClock, str] = MappingProxyType(
 
 
 def _logged_steps(report: RunReport) -> str:
-    """Remark that later steps were replayed, so that only the first two have a log."""
+    """Remark that later steps were replayed: only the first two have a log."""
     if report.num_logged_steps in (None, len(report.steps)):
         return ""
     first, last = report.steps[0].step, report.steps[-1].step

@@ -84,8 +84,8 @@ def run(
 ) -> RunReport:
     """Run the plan of a check report on real processes and compare every step with the reference.
 
-    ``on_progress`` is called with the phase of set-up, the steps that all ranks have finished, and those of the
-    reference; ``on_start`` when nothing refuses the plan, before any process starts; ``on_note`` with a note on the
+    ``on_progress`` is called with the phase of set-up and the numbers of steps that all ranks and the reference have
+    finished; ``on_start`` when nothing refuses the plan, before any process starts; ``on_note`` with a note on the
     state to resume from.
 
     Raises:
@@ -151,12 +151,12 @@ def require_runnable(report: Report, options: RunOptions) -> None:
 
 
 def _require_environment(subject: Subject, *, share_gpus: bool) -> None:
-    """Refuse a plan where Linux, its framework or its devices are missing; with ``share_gpus`` one GPU is enough."""
+    """Refuse a plan if Linux, its framework or its devices are missing; with ``share_gpus`` one GPU is enough."""
     if not CAN_START_RANKS:
         raise BackendMissingError(
             BACKEND_MISSING.finding(
                 f"plans run on Linux, and this system is {sys.platform}",
-                help="run it on Linux; `check`, `simulate` and what else starts no ranks work here",
+                help="run it on Linux; `check`, `simulate` and other commands that start no ranks work here",
             )
         )
     backend = subject.plan.spec.run.backend
@@ -216,7 +216,7 @@ def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
 class StepCollector:
     """Comparison of steps in order, as soon as all files of a step exist; it records them and removes the files.
 
-    ``results``, on disk, are those of ``collect``. With ``requires_finite`` a loss or gradient that is not finite
+    ``results``, on disk, has the results of ``collect``. With ``requires_finite`` a loss or gradient that is not finite
     raises ``NotFiniteError``.
     """
 
@@ -230,7 +230,7 @@ class StepCollector:
         self.results = ResultsOnDisk(job.directory)
 
     def collect(self, num_steps: int) -> list[StepResult]:
-        """Return the results of the steps before ``num_steps`` that were not collected yet."""
+        """Return the results of the steps before ``num_steps`` that were not yet collected."""
         collected = []
         for step in range(self._job.checkpoint.first_step + len(self.results), num_steps):
             result = self._compare(step)
@@ -308,7 +308,7 @@ def finish_report(report: Report, job: Job, steps: Sequence[StepResult], threads
 
 
 def _log_findings(subject: Subject, job: Job) -> tuple[Finding, ...]:
-    """Differences of the logs from the graph; of ranks without any, exchanged rows that differ from their counts."""
+    """Differences of the logs from the graph; for ranks without any, exchanged rows that differ from their counts."""
     run, first_step = subject.plan.spec.run, job.checkpoint.first_step
     num_steps = num_logged_steps(run, layers=job.layers, first_step=first_step)
     findings: list[Finding] = []
@@ -327,8 +327,8 @@ def _log_findings(subject: Subject, job: Job) -> tuple[Finding, ...]:
 class ResultsOnDisk(Sequence[StepResult]):
     """Results in the order in which they were appended; each access reads the result again.
 
-    The file has no name, so that no other process can write into what is read, and it ends with this object.
-    ``directory`` is that of the file, which may be removed before the results are read.
+    The file has no name: no other process can write into it, and it ends with this object. It is in ``directory``,
+    which may be removed before the results are read.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -39,7 +39,7 @@ class RunReport:
     """Report of a run.
 
     ``accumulation`` is the order in which weight gradients are added, ``threads`` the number of pinned compute threads
-    per process, ``parallel_bound`` the stated bound on ``unpartitioned_max_rel_diff`` (0 where the plan must equal the
+    per process, ``parallel_bound`` the stated bound on ``unpartitioned_max_rel_diff`` (0 if the plan must equal the
     unpartitioned model bit for bit).
     """
 
@@ -53,7 +53,7 @@ class RunReport:
     threads: int
     accumulation: Accumulation
     is_checked_by_bound: bool = False
-    """True where no reference adds in the plan's order, so that the bound decides the verdict."""
+    """True if no reference adds in the plan's order: the bound then decides the verdict."""
     profile: Profile | None = None
     """The measured times, if they were requested."""
     clock: LogClock = "host"
@@ -77,10 +77,10 @@ class RunReport:
 
     @property
     def within_bound(self) -> bool:
-        """True if the step from initial weights, if it was run, keeps the bound.
+        """True if the step from initial weights is within the bound, or was not run.
 
-        The bound presumes layers that do not amplify relative errors. That holds for initial weights but not
-        necessarily for trained ones, so later steps beyond the bound are only a warning.
+        The bound presumes layers that do not amplify relative errors. That holds for initial weights but not always for
+        trained weights, so later steps beyond the bound are only a warning.
         """
         return not (self.starts_from_initial_weights and any(gradient.step == 0 for gradient in self.beyond_bound))
 

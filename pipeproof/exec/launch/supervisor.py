@@ -32,7 +32,7 @@ from pipeproof.exec.store.run_codes import DIED, HUNG
 from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign, read_foreign
 from pipeproof.system_calls import address_space_limit, open_files_limit
 
-# --- Hosts of a job by evidence, and the directories of jobs on this one ---
+# --- Hosts of a job by evidence, and the directories of jobs on this host ---
 # A launcher's count of hosts is not used: two containers of one machine share neither files nor process numbers, and
 # two agents of one machine may have separate temporary directories.
 
@@ -56,7 +56,7 @@ class Host:
 def hosts_of(machines: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
     """Hosts by ``own_host`` of all ranks, in the order of their first ranks.
 
-    Hosts of one name get its number among them, as in ``node.2``.
+    Hosts with the same name get a number, as in ``node.2``.
     """
     ranks = grouped((machine, rank) for rank, machine in enumerate(machines))
     named: dict[str, int] = {}
@@ -72,7 +72,7 @@ _PROCESS = "process.json"
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory of a job on this host; remove those of this user's jobs of which the process has ended.
+    """Make the directory of a job on this host; remove directories of this user's jobs whose process has ended.
 
     Raises:
         FileExistsError: another process made it first.
@@ -84,7 +84,7 @@ def make_directory(directory: Path) -> None:
 
 
 def remove_left_directories(parent: Path) -> None:
-    """Remove the directories of this user's jobs on this machine of which the process has ended."""
+    """Remove the directories of this user's jobs on this machine whose process has ended."""
     for left in parent.iterdir():
         if not _DIRECTORY.fullmatch(left.name):
             continue
@@ -102,7 +102,7 @@ START_UP_TIMEOUT_S = 60.0
 """Minimum of the watchdog's time until all ranks are ready: importing a framework on a busy machine is slow."""
 _POLL_S = 0.05
 _LEAST_FREE_BYTES = 2**16
-"""Free space below which a disk counts as full: a process that ended may have had a part of it."""
+"""Free space below which a disk counts as full: a process that ended may have freed some."""
 _ENDING_S = 5.0
 """Longest wait for a process that the kernel is ending: it frees all its memory first."""
 
@@ -119,7 +119,7 @@ class JobEndedError(WorkerFailedError):
 def job_directory(logs: Path | None) -> Iterator[Path]:
     """Yield a new directory that is removed at the end; worker output is copied to ``logs`` first.
 
-    That of a launcher that was killed is removed at the next start.
+    The directory of a killed launcher is removed at the next start.
     """
     directory = Path(tempfile.gettempdir()) / f"pipeproof-{secrets.token_hex(16)}"
     make_directory(directory)
@@ -205,10 +205,10 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_end,),
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which then stops the workers
+                start_new_session=True,  # Ctrl-C only reaches the launcher, which then stops the workers
             )
         os.close(write_end)
-        if sys.platform != "win32":  # where runs are refused
+        if sys.platform != "win32":  # runs are refused there
             os.set_blocking(read_end, False)
         worker = _Worker(name, rank, process, read_end, output)
         self._workers.append(worker)
@@ -223,7 +223,7 @@ class Launcher:
             if self._has_reference and self._state.all_finished and alone:
                 self._start_reference()
             # Check right after reading, before a pause of this process (comparing a large step), and not while ranks
-            # send events. Events of the reference are no progress of the ranks.
+            # send events. Events of the reference do not count as progress of the ranks.
             if all(key.data.rank is None for key, _ in ready):
                 self._raise_if_dead()
                 self._raise_if_hung()
@@ -278,7 +278,7 @@ class Launcher:
                     self._read(worker)
 
     def _blame(self, worker: _Worker) -> tuple[int, int]:
-        """Sort key of the worker to blame: killed ones first, then by the time of the error, since peers fail later."""
+        """Sort key of the worker to blame: killed workers first, then the earliest error, because peers fail later."""
         if worker.rank is None:
             return (2, 0)
         failure = self._state.ranks[worker.rank].failure
@@ -322,7 +322,7 @@ class Launcher:
 
 
 def _with_limits(finding: Finding) -> Finding:
-    """Add limits of the processes that may be too low: frameworks fail at them in many ways, and few name them."""
+    """Add process limits that may be too low: frameworks fail at them in many ways, and rarely name them."""
     space, files = address_space_limit(), open_files_limit()
     low = [] if space is None else [f"an address space of {size_text(space)} (`ulimit -v`)"]
     if files is not None and files < _ENOUGH_FILES:
@@ -334,7 +334,7 @@ def _with_limits(finding: Finding) -> Finding:
 
 
 _ENOUGH_FILES = 256
-"""Open files that are enough for a process of a small run; a rank of a larger one has some for each peer."""
+"""Open files that are enough for a process of a small run; a rank of a larger run has some for each peer."""
 
 
 _LAST_BYTES = 2**16

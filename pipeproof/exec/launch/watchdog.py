@@ -1,4 +1,4 @@
-"""State of every rank by its events, and the findings about a rank that died, raised or hangs. No processes here."""
+"""State of every rank by its events, and the findings about a rank that died, raised or hangs; starts no process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankState:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Step and operation of the rank; the GPU's if the host is ahead."""
+        """Step and operation of the rank, or of its GPU if the host is ahead."""
         return self.device if self.device is not None and self.is_ahead else (self.step, self.op_id)
 
 
@@ -166,7 +166,7 @@ class JobState:
         return sorted(behind, key=lambda r: self.ranks[r].heard_s)[:1]
 
     def position_text(self, rank: int) -> str:
-        """Text on where a rank is: its phase, or its operation and what the graph expects there."""
+        """Text on a rank's position: its phase, or its operation and the graph's expectation there."""
         state = self.ranks[rank]
         if state.op_id == NONE:
             return f"while {state.phase}"
@@ -180,7 +180,7 @@ class JobState:
         return text and f"; {text}"
 
     def _expectation(self, op_id: int) -> str:
-        """Text on what the graph expects at an operation: its counterpart, or the next transfer that depends on it."""
+        """Text on the graph's expectation at an operation: its counterpart, or the next transfer that depends on it."""
         graph = self.subject.graph
         op = graph.ops[op_id]
         if op.kind is OpKind.WAIT and op.target is not None and op.target.kind in TRANSFER_KINDS:

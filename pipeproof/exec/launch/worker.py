@@ -83,7 +83,7 @@ def run_steps(
 
 
 class _RankSteps:
-    """All steps of one rank, with a framework that computes or rehearses; what it opens, ``stack`` closes."""
+    """All steps of one rank, with a framework that computes or rehearses; ``stack`` closes its resources."""
 
     def __init__(
         self, job: Job, plan: LoweredPlan, rank: int, emit: Emit, framework: Framework, stack: ExitStack
@@ -213,11 +213,11 @@ def _start_ring(run: RunSpec, directory: Path, rank: int, num_ranks: int) -> Rin
 
 
 def require_same_plan(subject: Subject, certificate: Certificate) -> None:
-    """Refuse to work on another graph than the one that was checked, or where the check would be another one.
+    """Refuse another graph than the checked one, and another version of the check.
 
     Raises:
         RuntimeError: this process derives another graph digest, rule set version or backend table version than the
-            launcher's certificate has; the message names those that differ.
+            launcher's certificate has; the message names the differing values.
     """
     ours = certificate_of(subject, graph_digest(subject), certificate.verdict)
     compared = (

@@ -123,7 +123,7 @@ def _start(backend: str, device: str, number: int, ports: list[int], stack: Exit
 
 
 def _answers(ranks: list[_Rank], timeout_s: float) -> Iterator[tuple[_Rank, Any]]:
-    """Yield one answer of each rank as it arrives, None for a rank that died; stop early when the time is up."""
+    """Yield one answer of each rank as it arrives, None for a rank that died; stop when the time is up."""
     deadline = time.monotonic() + timeout_s
     waiting = {rank.connection: rank for rank in ranks}
     while waiting:
@@ -180,8 +180,8 @@ class DoctorReport:
     """Report of the doctor.
 
     ``rows`` are the measured rows of the backend's table, empty if the backend is missing; ``not_measured`` are rows
-    that rely on their source. ``problems`` are sentences with the meaning or the next step; ``notes`` are remarks that
-    contradict nothing. ``facts`` describe each rank's device by the framework.
+    that rely on their source. ``problems`` are sentences with the meaning or the next step; ``notes`` are remarks about
+    expected results. ``facts`` describe each rank's device by the framework.
     """
 
     backend: str
@@ -202,7 +202,7 @@ class DoctorReport:
 
     @property
     def shares_a_gpu(self) -> bool:
-        """True if both ranks shared one GPU, so that no link was between them."""
+        """True if both ranks shared one GPU, without a link between them."""
         return self.device == "gpu" and any(facts.get("gpus") == "1" for facts in self.facts)
 
 

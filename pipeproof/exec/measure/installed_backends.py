@@ -27,7 +27,7 @@ INSTALLED_BY: Mapping[str, Installation] = MappingProxyType(
 
 
 def installed_version(name: str) -> str:
-    """Version of the first distribution of a backend, or of another package, that is installed; empty without one."""
+    """Version of the first installed distribution of a backend, or of another package; empty without one."""
     for distribution in INSTALLED_BY[name].distributions if name in INSTALLED_BY else (name,):
         try:
             return version(distribution)

@@ -53,7 +53,7 @@ def measured_profile(
     """Return the profile of a run from the ranks' logs; the first step is left out if there are others.
 
     ``logs`` are by rank and match the graph; ``idle_messages`` has each rank's ends of the idle messages; ``threads``
-    is the number per process; ``timings`` has each rank's clock, which is that of the host by default.
+    is the number per process; ``timings`` has each rank's clock (default: the host's).
     """
     plan, graph = subject.plan, subject.graph
     all_steps = sorted({entry.step for entries in logs.values() for entry in entries})
@@ -106,7 +106,7 @@ class _MeasuredStep:
     def timed_ops(self) -> Iterator[tuple[int, OpKind, int, int]]:
         """Yield stage, kind and nanoseconds of each timed operation, and of the two parts of each whole backward.
 
-        They are those of the whole operation, and without its collectives.
+        Each time is given for the whole operation, and without its collectives.
         """
         for op_ids in self._hosts:
             inside: dict[str, list[LogEntry]] = defaultdict(list)
@@ -164,7 +164,7 @@ class _MeasuredStep:
                 target = int(self._graph.waits_for[op_id])
                 wait = self._entries[op_id]
                 if target != NONE and wait.start_ns < self._entries[target].end_ns:
-                    yield max(0, wait.end_ns - self._entries[target].end_ns)  # two streams of a GPU see one end
+                    yield max(0, wait.end_ns - self._entries[target].end_ns)  # two streams of a GPU see the same end
 
 
 def _is_child(op: Op) -> bool:
@@ -186,7 +186,7 @@ def _ready_times(entries: Mapping[int, LogEntry], done_ns: Mapping[int, int]) ->
 def _parts(
     kind: OpKind, entry: LogEntry, children: Sequence[LogEntry]
 ) -> Iterator[tuple[OpKind, int, Sequence[LogEntry]]]:
-    """Yield an operation's nanoseconds and children, then those of both parts of a backward with a known split."""
+    """Yield nanoseconds and children of an operation, then of both parts of a backward with a known split."""
     yield kind, _duration(entry), children
     if kind is OpKind.BACKWARD and entry.split_ns:
         before = [child for child in children if child.start_ns < entry.split_ns]
@@ -196,9 +196,9 @@ def _parts(
 
 
 def _in_turns(kind: OpKind, parts: Mapping[OpKind, int]) -> Iterator[tuple[OpKind, int]]:
-    """Yield the nanoseconds of a computation that took turns, from those of its parts, and of both parts of a backward.
+    """Yield the nanoseconds of a computation of an overlapped pair by its parts, and of both parts of a backward.
 
-    They contain what the collectives of the other computation slowed it down by.
+    They contain the slowdown by the other computation's collectives.
     """
     yield kind, sum(parts.values())
     if kind is OpKind.BACKWARD:

@@ -1,16 +1,14 @@
 """Check of a watched job: which rank is the cause of a hang, and which ranks wait because of it.
 
-Following the waits from the ranks that have waited longest leads to the cause:
-a rank that waits for nobody, or a cycle. Of a cycle, and of a collective that
-only some members issued, the probable cause is the rank that left the common
-order: by its own earlier steps, by the lines of the other ranks, and by the
-number of ranks on its side.
+Following the waits from the ranks that have waited longest leads to the cause: a rank that waits for nobody, or a
+cycle. In a cycle, and for a collective that only some members issued, the probable cause is the rank that left the
+common order. Three things show this: its own earlier steps, the lines of the other ranks, and the number of ranks on
+its side.
 
-What is only slow looks like a hang for a while. So a verdict needs patience with
-the very operations that it is about, and not with others that wait longer: for
-that time, nothing has happened to any part of them, and a host that should issue a
-part has issued nothing. An operation that all its ranks have issued gets the longer
-time: a network moves a large message slowly, and a first call makes connections.
+A slow job looks like a hang for a while. So a verdict needs patience with its own operations, and not with others that
+wait longer: for that time, nothing has happened to any part of them, and a host that should issue a part has issued
+nothing. An operation that all its ranks have issued gets the longer time: a network moves a large message slowly, and a
+first call makes connections.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ from pipeproof.interop.hang.flight_recorder import Entry, State
 from pipeproof.interop.hang.hang_codes import DISAGREEMENT, HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
 
 # --- Failures that are found without following waits: an error, a process that does not run, a mismatch ---
-# Three of them need no patience, because no speed ends the job well: the program of
-# a rank noted the error that ended it, a process is gone that noted no end, and
-# members of a group issued different collectives.
-# The short grace is for their order: the first of several errors is the cause.
+# Three of them need no patience, because waiting cannot help: the program of a rank noted the error that ended it, a
+# process is gone that noted no end, and members of a group issued different collectives. The short grace only settles
+# their order: the first of several errors is the cause.
 
 
 _FAILURE_GRACE_S: Final = 1.0
@@ -45,7 +42,7 @@ _FAILURE_GRACE_S: Final = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """Kind of a hang, its causes, the findings about it, and what speaks for the causes."""
+    """Kind of a hang, its causes, the findings about it, and the reasons for the causes."""
 
     kind: Kind
     causes: tuple[int, ...]
@@ -57,7 +54,7 @@ class Failure:
 def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> Failure | None:
     """Return a failure that is found without following waits: a mismatch, an error, a process that does not run.
 
-    Collectives that differ need nobody to wait: NCCL may let them pass, and the numbers are wrong.
+    Collectives that differ need not block a rank: NCCL may let them pass, and the numbers are wrong.
     """
     job = analysis.job
     raised = [rank for rank in job.ranks if rank.state is ProcessState.RAISED]
@@ -100,10 +97,10 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
 
 
 def _killed_together(analysis: Analysis) -> Failure:
-    """Return the failure of a job with processes that are gone and none that runs: a launcher ends the others of one.
+    """Return the failure of a job whose processes are all gone: after one failure a launcher ends the others.
 
-    The first is a rank that others lacked in operations that they had issued, if it lacked none itself: which of these
-    blocked them is not known, because a device's last ends are not noted.
+    The cause is a rank that others lacked in operations that they had issued, if it lacked no rank itself. The
+    operation that blocked them is unknown, because a device's last ends are not noted.
     """
     graph: WaitGraph[int] = WaitGraph(analysis.job.by_rank)
     for (rank, index), others in analysis.matches.missing.items():
@@ -121,9 +118,9 @@ def _killed_together(analysis: Analysis) -> Failure:
 
 
 def _crossed_before(analysis: Analysis, raised: Sequence[RankNow]) -> Failure | None:
-    """Return the failure of operations that wait for each other, where a device ended them by an error; None without.
+    """Return the failure of operations that wait for each other and that a device ended by an error; else None.
 
-    NCCL may fault in a send without a receive, and the host raises the error of the device at any later call.
+    NCCL may fault in a send without a receive, and the host raises the device's error at any later call.
     """
     ranks = {now.rank for now in raised if any(op.state is OpState.QUEUED for op in now.blocking)}
     for component in analysis.graph.ends(sorted(ranks)):
@@ -193,9 +190,9 @@ def stopped(rank: RankNow, job: JobNow, what: str) -> Finding:
 def _mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], Finding] | None:
     """Return the ranks that differ, and the finding, of the first mismatch.
 
-    Messages, and totals of an all-to-all, are compared where an end is not done and for ``patience_s`` nothing has
-    happened to any part: their positions are certain only at the end of a ring. Where the first collective that differs
-    has left the rings, the digests show since when.
+    Messages, and totals of an all-to-all, are compared if an end is not done and nothing has happened to any part for
+    ``patience_s``: their positions are certain only at the end of a ring. If the first collective that differs has left
+    the rings, the digests show since when.
     """
     mismatches: list[Disagreement] = [
         disagreement
@@ -234,7 +231,7 @@ def _is_certain(disagreement: Disagreement) -> bool:
 
 
 def _unusual(analysis: Analysis, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Return the ranks whose own ring has their operation, at its line, less than half as often as another rank's."""
+    """Return the ranks whose ring has their operation and its line less than half as often as another rank's ring."""
     counts = {}
     for entry in entries:
         op, ops = analysis.op(entry), analysis.job.by_rank[entry.rank].ring.ops
@@ -272,9 +269,10 @@ def check_job(
     Args:
         job: the rings and the processes.
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
-        slow_s: the same for a wait for a rank of ``busy``, which computes, and for an operation that all have issued.
+        slow_s: the same limit for a wait for a rank of ``busy``, which computes, and for an operation that all have
+            issued.
         busy: ranks whose processes use a processor.
-        starting: ranks that may not have begun yet: a wait for one of them is no hang.
+        starting: ranks that may not have begun yet: a wait for them does not count as a hang.
     """
     analysis = analyse(job)
     waits = waits_of(analysis)
@@ -328,7 +326,7 @@ def _end_of_waits(analysis: Analysis, rank: int, patience_s: float, slow_s: floa
     if now is not None and now.state in (ProcessState.SILENT, ProcessState.STOPPED):
         limit_s = slow_s if any(map(now.is_opening, now.blocking)) else patience_s  # a driver may stop the heartbeat
         is_long = seconds_since_heartbeat(now, analysis.job) >= limit_s
-        is_silent = is_long and now.state is ProcessState.SILENT  # one that is stopped for long was found before
+        is_silent = is_long and now.state is ProcessState.SILENT  # a rank that is stopped for long was found before
         return Failure(Kind.STOPPED, (rank,), [stopped(now, analysis.job, "is silent")]) if is_silent else None
     if now is not None and now.blocking and now.state is not ProcessState.ENDED:
         return _unfinished(analysis, now, patience_s, slow_s)
@@ -393,7 +391,7 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
 
 
 def _left(analysis: Analysis, entries: Sequence[Entry], patience_s: float) -> Failure | None:
-    """Return the failure of operations that all have issued, and that a rank that has ended can finish no more."""
+    """Return the failure of operations that all ranks have issued, and that a rank that has ended cannot finish."""
     for entry in entries:
         left = [
             rank for rank in _members(entry) if rank in analysis.job.by_rank and analysis.job.by_rank[rank].has_left
@@ -412,7 +410,7 @@ def _members(entry: Entry) -> tuple[int, ...]:
 
 
 def _seconds_still(analysis: Analysis, entry: Entry, entries: Sequence[Entry]) -> float:
-    """Return how long nothing has happened to any part of an operation and, in a batch, of the whole batch."""
+    """Return the seconds since the last event of any part of an operation and, in a batch, of the whole batch."""
     batch = analysis.op(entry).batch
     together = [each for each in entries if each is entry or (batch is not None and analysis.op(each).batch == batch)]
     return min(analysis.seconds(part) for each in together for part in analysis.parts(each))
@@ -447,7 +445,7 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
         for rank in ranks
         if rank in analysis.blocking and not analysis.job.by_rank[rank].has_left
     }
-    # on the side of a rank that has ended are the members that did not issue the operation either
+    # members that did not issue the operation either are on the side of a rank that has ended
     shares = {rank: issued.get(rank, 1 - max(issued.values(), default=0.0)) for rank in ranks}
     for rank in ranks:
         points[rank] += _POINTS_PARTED * (rank in odd)
@@ -458,12 +456,12 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
 
 
 def parted(analysis: Analysis) -> tuple[int, ...]:
-    """Return the ranks that are not at the line of most at the first divergence; none without such a line."""
+    """Return the ranks that are not at the line of most ranks at the first divergence; none without such a line."""
     return minority({rank: op.at for rank, op in _first_divergence(analysis).items()})
 
 
 def reasons_for(analysis: Analysis, ranks: Iterable[int]) -> tuple[str, ...]:
-    """Return what speaks for ranks as the cause, in sentences."""
+    """Return the reasons for ranks as the cause, in sentences."""
     reasons = []
     first, odd = _first_divergence(analysis), parted(analysis)
     for rank in ranks:
@@ -482,11 +480,10 @@ def reasons_for(analysis: Analysis, ranks: Iterable[int]) -> tuple[str, ...]:
 
 
 def _deviation(ops: Sequence[RingOp]) -> RingOp | None:
-    """Return the first of the last operations that follows the operations before it nowhere else in the ring.
+    """Return the first of the last operations whose predecessors have another successor elsewhere in the ring.
 
-    The operations before it are the longest sequence that ends there and
-    occurs elsewhere. Training repeats a step, so a rank that takes another
-    branch than in all steps before is found; a rank that only waits for it is not.
+    The operations before it are the longest sequence that ends there and occurs elsewhere. Training repeats a step:
+    this finds a rank that takes another branch than in all earlier steps, and not a rank that only waits for it.
     """
     signatures = [_signature(op) for op in ops]
     for end in range(max(1, len(ops) - _TAIL), len(ops)):
@@ -512,12 +509,11 @@ def _signature(op: RingOp) -> tuple[object, ...]:
 
 
 def _first_divergence(analysis: Analysis) -> Mapping[int, RingOp]:
-    """Return the operations of the first collective that ranks issued from other lines than ever before.
+    """Return the operations of the first collective that ranks issued from a new combination of lines.
 
-    Members of one collective often issue it from one line; where they do not,
-    the same lines meet again in every step. After an extra collective of one
-    rank, lines meet that never met. Returns the operation of each of its
-    members, empty if there is none, or if there is no earlier collective to compare with.
+    Members of one collective often issue it from one line; if not, the same combination of lines occurs in every step.
+    After an extra collective of one rank, a new combination occurs. Returns the operation of each of its members, empty
+    if there is none, or if there is no earlier collective to compare with.
     """
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, RingOp]]] = {}
     for now in analysis.job.ranks:

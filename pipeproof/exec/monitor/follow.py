@@ -17,7 +17,7 @@ POLL_S: Final = 0.5
 _WINDOW_S: Final = 2.0
 _BUSY_SHARE: Final = 0.5
 _WARM_UP_EVENTS: Final = 64
-"""Events of a rank before which its gaps are those of a start: imports, compilation, the first connections."""
+"""Number of first events of a rank whose gaps belong to the start: imports, compilation, first connections."""
 _LONGER: Final = 2.0
 """A wait that is this many times as long as every wait that the job has survived is unusual."""
 
@@ -26,17 +26,15 @@ _LONGER: Final = 2.0
 class Follower:
     """Repeated verdicts about the rings in a directory.
 
-    A look at a job that makes progress, and whose groups have one digest each,
-    reads the headers only. A rank is busy if its process used a processor for
-    more than half of the last two seconds. A job that has survived a longer wait
-    (its checkpoints, its evaluation) gets twice that much patience. Ranks begin
-    at different times: one that has not issued an operation yet is awaited for
-    ``slow_s``.
+    If a job makes progress and the digests of each group agree, a look only reads the headers. A rank is busy if its
+    process used a processor for more than half of the last two seconds. A job that has survived a longer wait (its
+    checkpoints, its evaluation) gets twice that much patience. Ranks begin at different times: a rank without an
+    operation is awaited for ``slow_s``.
 
     Args:
         directory: directory of the rings, or of one directory per host.
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
-        slow_s: the same for a wait for a rank that computes, or that has not begun.
+        slow_s: the same limit for a wait for a rank that computes, or that has not begun.
     """
 
     directory: Path
@@ -51,7 +49,7 @@ class Follower:
         """Return the verdict now, and the job; None while a look at the headers shows progress, or there is no ring.
 
         Raises:
-            PlanFileError: PP952, a file is no ring, or the rings are of different jobs.
+            PlanFileError: PP952, a file is not a ring, or the rings are of different jobs.
         """
         files = ring_files(self.directory)
         if not files:
@@ -62,7 +60,7 @@ class Follower:
             return None
         job = read_job(files)
         verdict = self._check(job)
-        if verdict.status is Status.ERROR:  # of a record that was read while it was written, nothing is left
+        if verdict.status is Status.ERROR:  # a record that was read while it was written is left out
             job = read_job(files)
             verdict = self._check(job)
         return verdict, job
@@ -121,7 +119,7 @@ def follow(
     ``report`` gets every look, None while the job makes progress.
 
     Raises:
-        PlanFileError: PP952, a file is no ring, or the rings are of different jobs; PP956, RAS cannot be asked.
+        PlanFileError: PP952, a file is not a ring, or the rings are of different jobs; PP956, RAS cannot be asked.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while end is None or time.monotonic() < end:

@@ -33,7 +33,7 @@ class ProcessState(StrEnum):
     STOPPED = "stopped"
     """It exists and does not run: SIGSTOP, or a debugger."""
     SILENT = "silent"
-    """On another host, or in copied files: its heartbeat ended before that of the others."""
+    """On another host, or in copied files: its heartbeat ended before the others'."""
     GONE = "gone"
     """It has ended, and did not note an end."""
     ENDED = "ended"
@@ -61,10 +61,10 @@ class RankNow:
 
     @cached_property
     def blocking(self) -> tuple[RingOp, ...]:
-        """Operations that the host is in, and those that block the device where the host waits for the device.
+        """Operations that the host is in, and, if the host waits for the device, operations that block the device.
 
-        A host in no operation may wait for its device anywhere. A host in a call waits for its device where the queue
-        of launches is full, but not while the call makes a communicator.
+        A host outside of operations may wait for its device anywhere. A host in a call waits for its device if the
+        queue of launches is full, but not while the call makes a communicator.
         """
         waits_for_device = not self._in_host or any(
             self.is_behind(op) and not self.is_opening(op) for op in self._in_host
@@ -77,7 +77,7 @@ class RankNow:
 
     @cached_property
     def _front(self) -> tuple[RingOp, ...]:
-        """The first operation that the device has not finished behind a wait, with those of its batch."""
+        """The first operation that the device has not finished behind a wait, with the rest of its batch."""
         queued = tuple(op for op in self.ring.ops if op.state is OpState.QUEUED)
         return tuple(op for op in queued if op is queued[0] or (op.batch is not None and op.batch == queued[0].batch))
 
@@ -110,12 +110,12 @@ class RankNow:
 
     @property
     def since_ns(self) -> int:
-        """Time of the last event that the ring has; the start of the watch without any."""
+        """Time of the last event in the ring; without events, the start of the watch."""
         times = [max(op.issued_ns, op.waited_ns, op.done_ns) for op in self.ring.ops]
         return max(times, default=self.ring.header.started_ns)
 
     def since_of(self, op: RingOp) -> int:
-        """Time of the last event of an operation; where it blocks the device, the time since which it does."""
+        """Time of the last event of an operation; if it blocks the device, the time since which it does."""
         own_ns = max(op.issued_ns, op.waited_ns, op.done_ns)
         return max(own_ns, self._done_ns.get(op.group.backend, 0)) if op.state is OpState.QUEUED else own_ns
 
@@ -129,7 +129,7 @@ class RankNow:
 
     @property
     def host_since_ns(self) -> int:
-        """Time since which the host issues nothing: in its operation, or since its last event outside of any."""
+        """Time since which the host issues nothing: since it entered its operation, or since its last event."""
         return min(map(self.since_of, self._in_host), default=self.since_ns)
 
     @property
@@ -144,7 +144,7 @@ class RankNow:
         return next((line.removeprefix("*") for line in stack if line.startswith("*")), next(iter(stack), ""))
 
     def plan_position(self, now_ns: int) -> str:
-        """Operation of the plan that the rank is in, with step and seconds; empty where pipeproof executes no plan."""
+        """Operation of the plan that the rank is in, with step and seconds; empty if pipeproof executes no plan."""
         header = self.ring.header
         if not header.plan_op:
             return ""
@@ -162,7 +162,7 @@ class JobNow:
     missing: tuple[int, ...]
     now_ns: int
     is_over: bool = False
-    """No process runs, and some are gone that noted no end: the states of these are those before."""
+    """No process runs, and some are gone that noted no end: the others keep their earlier states."""
 
     @cached_property
     def by_rank(self) -> dict[int, RankNow]:
@@ -196,7 +196,7 @@ def read_headers(files: dict[int, Path]) -> tuple[RingHeader, ...]:
     """Read the headers of all rings.
 
     Raises:
-        PlanFileError: PP952, a file is no ring, or the rings are of different jobs.
+        PlanFileError: PP952, a file is not a ring, or the rings are of different jobs.
     """
     headers = tuple(read_header(path) for path in files.values())
     for (rank, path), header in zip(files.items(), headers, strict=True):
@@ -212,13 +212,12 @@ def read_headers(files: dict[int, Path]) -> tuple[RingHeader, ...]:
 def read_job(files: dict[int, Path]) -> JobNow:
     """Read all rings, and the states of the processes of this host.
 
-    If no process runs, and some are gone that noted no end, or if the last heartbeat of all ranks is old, the time
-    is that heartbeat's: the job is checked as it was when it ended. The time is taken before the rings
-    are read, so that no wait looks longer than it was; states are read before
-    ends, so that no process that has noted its end counts as gone.
+    If no process runs, and some are gone that noted no end, or if the last heartbeat of all ranks is old, the time is
+    that heartbeat's: the job is checked as it was when it ended. The time is taken before the rings are read: no wait
+    looks longer than it was. States are read before ends: a process that has noted its end does not count as gone.
 
     Raises:
-        PlanFileError: PP952, a file is no ring, or the rings are of different jobs.
+        PlanFileError: PP952, a file is not a ring, or the rings are of different jobs.
     """
     now_ns = time.time_ns()
     headers = read_headers(files)
@@ -249,8 +248,8 @@ _ALL_ENTER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "ba
 def _with_ends(rings: tuple[Ring, ...]) -> tuple[Ring, ...]:
     """Return the rings with ends of collectives that only another member has noted.
 
-    A rank notes ends on its device with its heartbeat, and one that was killed does not note the last ones. Where one
-    member has finished a collective, all have entered it, and have finished those before it.
+    A rank notes ends on its device with its heartbeat, and one that was killed does not note the last ones. If one
+    member has finished a collective, all have entered it and finished the collectives before it.
     """
     entered: dict[RingGroup, int] = {}
     for ring in rings:

@@ -8,8 +8,8 @@ UNREADABLE_RING = RuleDoc(
     code="PP952",
     title="a ring of a watched job cannot be read",
     explanation=(
-        "The file is truncated, is no ring or was written by another version, two files are of one rank, or the files "
-        "are of different jobs. Each rank writes `rank_N.ring`."
+        "The file is truncated, is not a ring or was written by another version, two files are of one rank, or the "
+        "files are of different jobs. Each rank writes `rank_N.ring`."
     ),
     wrong="pipeproof job hang rings/   # rank_0.ring of a job of 2 ranks, rank_1.ring of a job of 4",
     right="pipeproof job hang rings/   # rank_0.ring, rank_1.ring, of one job",

@@ -44,9 +44,9 @@ def watch(
 
 
 class _WatchedCalls(PaddleCalls):
-    """Calls of the groups that Paddle knows; other ranks cannot find another one by its name.
+    """Calls of the groups that Paddle knows; other ranks cannot find other groups by name.
 
-    Such groups are those of ``pipeproof.paddle.Pipeline``, which writes its messages itself.
+    ``pipeproof.paddle.Pipeline`` has such other groups, and writes its messages itself.
     """
 
     def _call(

@@ -1,4 +1,4 @@
-"""Ring of a rank that executes a plan: each message and collective has its operation of the plan.
+"""Ring of a rank that executes a plan: each message and collective has the plan's operation.
 
 The channels and collectives of the rank are wrapped. Messages of a channel are
 posted in the plan's order, so the n-th post of a step is the n-th transfer of
@@ -124,9 +124,9 @@ class PlanRing:
 def ring_of_process(
     watch: Callable[[], object], graph: OpGraph, index: int, ranks: Sequence[int], backend: str, arrays: Arrays
 ) -> PlanRing | None:
-    """Return the ring of a process that its script watches, or ``PIPEPROOF_WATCH``; None if nothing does.
+    """Return the ring of a process that its script or ``PIPEPROOF_WATCH`` watches; None without a watch.
 
-    ``watch`` begins the watch; the other arguments are those of ``PlanRing``.
+    ``watch`` begins the watch; for the other arguments see ``PlanRing``.
 
     Raises:
         OSError: the ring cannot be created.
@@ -201,7 +201,7 @@ class RingChannels:
 
 
 class RingSliceChannels(RingChannels):
-    """The same of channels that move slices; a ``SliceChannels``."""
+    """``RingChannels`` for channels that move slices; a ``SliceChannels``."""
 
     def post_slice(self, channel: Channel, part: Slice, after: Sequence[RingTransfer] = ()) -> RingTransfer:
         """Post a transfer of a slice, see ``SliceChannels.post_slice``."""
@@ -247,7 +247,7 @@ class RingCollectives:
 
 
 class RingBegunCollectives(RingCollectives):
-    """Collectives that the rank waits for later: each returns a ``RingBegun``; an ``AsyncCollectives``."""
+    """Collectives with a later wait: each returns a ``RingBegun``; an ``AsyncCollectives``."""
 
     def _call(self, op: str, tensor: Tensor, call: Callable[..., Any], *args: Any) -> RingBegun:
         recorder = self._ring.recorder
@@ -274,7 +274,7 @@ class RingBegun:
 
 
 class RingSliceCollectives(RingCollectives):
-    """The same of collectives that join slices; a ``SliceCollectives``."""
+    """``RingCollectives`` for collectives that join slices; a ``SliceCollectives``."""
 
     def gather_slices(self, part: Slice) -> Tensor:
         """Gather slices, see ``SliceCollectives.gather_slices``."""

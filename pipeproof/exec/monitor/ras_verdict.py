@@ -1,10 +1,8 @@
-"""Verdict about a job from two looks at NCCL's RAS server: which ranks did not launch what others launched.
+"""Verdict about a job from two looks at NCCL's RAS server: the ranks that did not launch the collectives of others.
 
-Counts that differ while a job runs are normal. If no count of a job has changed
-between two looks, a rank that launched more collectives of a communicator waits
-for those that launched fewer. Following these waits over all communicators
-leads to the cause. RAS counts collectives only, so ranks that wait for messages
-look alike.
+Counts that differ while a job runs are normal. If no count of a job has changed between two looks, a rank that launched
+more collectives of a communicator waits for ranks that launched fewer. Following these waits over all communicators
+leads to the cause. RAS counts collectives only, so it cannot distinguish ranks that wait for messages.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from pipeproof.interop.hang.nccl_ras import PORT, RasCommunicator, RasRank, RasS
 
 @dataclass
 class RasFollower:
-    """Repeated verdicts of a RAS server: the counts now with those of the last change, if it is long enough ago."""
+    """Repeated verdicts of a RAS server: compares the counts with the last change, if it is long enough ago."""
 
     host: str
     port: int = PORT
@@ -51,7 +49,7 @@ class RasFollower:
 def check_ras(before: RasStatus, now: RasStatus, seconds: float) -> Verdict:
     """Return the verdict from two looks that are ``seconds`` apart.
 
-    Ranks are those of the largest communicator; a process that is not in it has its number in its own communicator.
+    Ranks are counted in the largest communicator; a process outside of it has its number in its own communicator.
     """
     numbers = _Numbers(now)
     states = {
@@ -76,7 +74,7 @@ def check_ras(before: RasStatus, now: RasStatus, seconds: float) -> Verdict:
 
 @dataclass(frozen=True)
 class _Difference:
-    """Ranks of a communicator that launched the most collectives of a kind, and those that launched fewer."""
+    """Ranks of a communicator that launched the most collectives of a kind, and ranks that launched fewer."""
 
     communicator: str
     op: str
@@ -113,7 +111,7 @@ def _counts(status: RasStatus) -> dict[tuple[str, int], dict[str, int]]:
 
 
 def _broken(before: RasStatus, numbers: _Numbers) -> tuple[Kind, tuple[int, ...], Finding] | None:
-    """Return what is wrong with processes themselves: dead, without an answer in both looks, with an error."""
+    """Return faults of processes themselves: dead, without an answer in both looks, with an error."""
     silent_before = {(number, rank.pid) for number, rank in _Numbers(before).ranks() if rank.is_silent}
     lines: dict[Kind, dict[int, str]] = {Kind.KILLED: {}, Kind.RAISED: {}, Kind.STOPPED: {}}
     for number, rank in numbers.ranks():

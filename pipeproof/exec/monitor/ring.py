@@ -3,8 +3,8 @@
 The rank maps the file into its memory and writes to it without system calls,
 so the content survives a rank that hangs or is killed. A file has four parts:
 
-header    who the rank is; then what changes: heartbeat, processor time, number of events, stack, end; at 4096 the
-          digests of each group (``SequenceDigest``)
+header    the rank's identity; then changing values: heartbeat, processor time, number of events, stack, end; at 4096
+          the digests of each group (``SequenceDigest``)
 strings   texts that records refer to by their offset: source positions, groups, types; each is written once
 records   ``capacity`` records of 128 bytes; operation ``seq`` is in record ``seq % capacity``
 
@@ -38,8 +38,8 @@ from pipeproof.interop.hang.recorder_names import UNEVEN, num_elements
 
 # --- Running digests of each group's collectives, which find two members whose sequences differ ---
 # The digest of a group at position p covers its collectives 0 to p - 1: the operation, elements and type of each. For
-# each power of four, a ring keeps the digests at the last two multiples of it. So of two ranks that are d collectives
-# apart there is always a position at most 8 d back at which both have one, however many records are overwritten.
+# each power of four, a ring keeps the digests at the last two multiples of it. So two ranks that are d collectives
+# apart always have digests at one position at most 8 d back, however many records are overwritten.
 
 
 FACTOR: Final = 0x9E3779B97F4A7C15
@@ -47,7 +47,7 @@ FACTOR: Final = 0x9E3779B97F4A7C15
 
 
 class SequenceDigest:
-    """Digest of a group's collectives until now; ``slot`` is its position in the ring."""
+    """Digest of a group's collectives so far; ``slot`` is its position in the ring."""
 
     __slots__ = ("position", "slot", "value")
 
@@ -63,7 +63,7 @@ class SequenceDigest:
 
 @lru_cache(maxsize=4096)
 def _signature(op: str, num_inputs: int, num_outputs: int, dtype: str) -> int:
-    """Return a number of what the members of a collective must have in common."""
+    """Return a number from the properties that must be equal on all members of a collective."""
     return _hash(repr((op,) if op in UNEVEN else (op, dtype, num_elements(op, num_inputs, num_outputs))))
 
 
@@ -85,7 +85,7 @@ class Divergence:
     agreed: int
     different: int
     digests: Mapping[int, int]
-    """By rank, at ``different``."""
+    """Digests by rank, at ``different``."""
 
 
 def divergences(digests: Iterable[tuple[int, Mapping[int, Mapping[int, int]]]]) -> Iterator[Divergence]:
@@ -113,10 +113,10 @@ MAGIC: Final = b"PPRING02"
 RECORD_BYTES: Final = 128
 _DIGESTS_AT: Final = 4096
 _MOST_GROUPS: Final = 64
-"""Groups with digests; of later ones a ring has records only."""
+"""Groups with digests; for later groups a ring only has records."""
 _LEVELS: Final = 12
 _DIGEST: Final = struct.Struct("<QQQ")
-"""Position, digest, and both combined: one that is read while it is written does not fit."""
+"""Position, digest, and both combined: a value that is read while it is written does not fit."""
 _SLOT_BYTES: Final = 8 + 2 * _LEVELS * 24
 HEADER_BYTES: Final = 49152
 STRINGS_BYTES: Final = 1 << 18
@@ -190,12 +190,10 @@ class RingGroup:
 class RingOp:
     """An operation in a ring.
 
-    ``number`` counts the operations of its group from 0, or those of its
-    channel (group, peer, direction, tag) for a message. ``shape`` is that of
-    the first tensor, of at most four dimensions; the elements are those of all
-    tensors. ``batch`` is common to the messages of one batch. ``plan_op`` is the
-    operation of the plan, empty for jobs that pipeproof does not execute. Times
-    are in nanoseconds since the epoch, 0 where it has not happened.
+    ``number`` counts the operations of its group from 0; for a message, the messages of its channel (group, peer,
+    direction, tag). ``shape`` is the first tensor's, of at most four dimensions; the number of elements is the total of
+    all tensors. ``batch`` is common to the messages of one batch. ``plan_op`` is the operation of the plan, empty for
+    jobs that pipeproof does not execute. Times are in nanoseconds since the epoch, 0 before the event.
     """
 
     seq: int
@@ -239,12 +237,11 @@ class RingOp:
 
 @dataclass(frozen=True, slots=True)
 class RingHeader:
-    """The header of a ring: a rank, and what it did last; ``stack`` is of its main thread, innermost frame first.
+    """The header of a ring: a rank and its last activity; ``stack`` is of its main thread, innermost frame first.
 
-    ``num_events`` counts issues, waits and ends of operations. ``stack_ns`` is
-    the time since which the main thread is at the same lines; 0 if the rank
-    makes progress. ``plan_op`` is the operation of the plan that the rank has
-    entered last, and ``plan_op_ns`` when; it is empty outside of a plan's steps.
+    ``num_events`` counts issues, waits and ends of operations. ``stack_ns`` is the time since which the main thread is
+    at the same lines; 0 if the rank makes progress. ``plan_op`` is the operation of the plan that the rank has entered
+    last, and ``plan_op_ns`` the time; it is empty outside of a plan's steps.
     """
 
     rank: int
@@ -390,11 +387,11 @@ class RingWriter:
 
     @property
     def num_events(self) -> int:
-        """Number of issues, waits and ends of operations until now."""
+        """Number of issues, waits and ends of operations so far."""
         return self._num_events
 
     def stack(self, lines: Sequence[str], since_ns: int) -> None:
-        """Write where the main thread is, and since when; no lines while the rank makes progress."""
+        """Write the position of the main thread, and since when; no lines while the rank makes progress."""
         self._text(_STACK_AT, "\n".join(lines), since_ns)
 
     def end(self, end: End, error: str, now_ns: int) -> None:
@@ -403,7 +400,7 @@ class RingWriter:
         _END.pack_into(self._memory, _END_AT, now_ns, end)
 
     def sync(self) -> None:
-        """Write the file to its disk or server, so that other hosts see it; other threads continue meanwhile."""
+        """Write the file to its disk or server, where other hosts see it; other threads continue meanwhile."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -422,7 +419,7 @@ class RingWriter:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A ring as it was read: the header, and the operations in the order of issue."""
+    """The content of a ring: the header, and the operations in the order of issue."""
 
     file: str
     header: RingHeader
@@ -438,7 +435,7 @@ def read_header(path: Path) -> RingHeader:
     """Read the header of a ring.
 
     Raises:
-        PlanFileError: PP952, the file cannot be read, or is no ring.
+        PlanFileError: PP952, the file cannot be read, or is not a ring.
     """
     try:
         with open_foreign(path) as file:
@@ -451,7 +448,7 @@ def read_ring(path: Path) -> Ring:
     """Read a ring, while its rank writes it or later.
 
     Raises:
-        PlanFileError: PP952, the file cannot be read, or is no ring.
+        PlanFileError: PP952, the file cannot be read, or is not a ring.
     """
     header = read_header(path)
     size = HEADER_BYTES + STRINGS_BYTES + header.capacity * RECORD_BYTES

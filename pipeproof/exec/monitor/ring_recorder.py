@@ -1,8 +1,7 @@
 """Recorder of a watched rank: it writes the calls and waits of a program into the rank's ring.
 
-A thread writes the heartbeat four times in a second. While the rank makes no
-progress, the thread also writes where the main thread is; so the ring of a
-rank that waits for its data shows the line that waits.
+A thread writes the heartbeat four times in a second. While the rank makes no progress, the thread also writes the
+position of the main thread: the ring of a rank that waits for its data shows the line that waits.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _KINDS: Final = {"F": 1, "B": 2}
 _NO_MARK: Final = (-1, -1, 0)
 
 IsDone = Callable[[], bool]
-"""Function that returns True once the device has finished what was queued before it was made."""
+"""Function that returns True once the device has finished the work that was queued before its creation."""
 
 
 class RingRecorder(CallSink):
@@ -52,8 +51,8 @@ class RingRecorder(CallSink):
     Args:
         directory: directory of ``rank_N.ring``; created if it does not exist.
         only: names of the groups to record; None for all.
-        marker: function of a backend that marks a point of the device's current stream, or returns None where the
-            host waits for the operations.
+        marker: function of a backend that marks a point of the device's current stream, or returns None if the host
+            waits for the operations.
         shared: write the file to its server at every heartbeat, for monitors on other hosts.
 
     Raises:
@@ -78,7 +77,7 @@ class RingRecorder(CallSink):
         self._counts: dict[tuple[str, str, int | None, int], int] = {}
         self._digests: dict[str, SequenceDigest | None] = {}
         self._pending: dict[int, tuple[str, bool]] = {}
-        """By number: the backend, and True if the call blocks its caller."""
+        """By number, the backend, and True if the call blocks its caller."""
         self._on_device: deque[tuple[int, IsDone]] = deque()
         self._next_seq = 0
         self._marks: list[tuple[int, int, int]] = []
@@ -99,7 +98,7 @@ class RingRecorder(CallSink):
         """Mark the messages that are sent and received inside with their stage, micro-batch and direction.
 
         Raises:
-            ValueError: a number is negative, or the kind is another one.
+            ValueError: a number is negative, or the kind is unknown.
         """
         if stage < 0 or micro_batch < 0 or kind not in _KINDS:
             raise ValueError(f"a mark has a stage, a micro-batch and F or B, not {stage}, {micro_batch}, {kind!r}")
@@ -132,7 +131,7 @@ class RingRecorder(CallSink):
         self, op: str, group: str, peer: int | None, tag: int, dtype: str, shape: tuple[int, ...], num_inputs: int,
         num_outputs: int, mark: dict[str, Any] | None = None, *, blocks: bool = False,
     ) -> int:  # fmt: skip
-        """Write an operation of a group that is known; the arguments are those of a record."""
+        """Write an operation of a known group; the arguments are the fields of a record."""
         if self._only is not None and group not in self._only:
             return -1
         key = (group, op, peer, tag) if op in _MESSAGES else (group, "", None, 0)
@@ -165,7 +164,7 @@ class RingRecorder(CallSink):
         return seq
 
     def enter(self, plan_op: str, step: int, stage: int, micro_batch: int) -> None:
-        """Write the operation of a plan that the rank executes now; an empty text where it executes none."""
+        """Write the plan's operation that the rank executes now; empty if there is none."""
         self._ring.enter(plan_op.encode(), step, stage, micro_batch, time.time_ns())
 
     def issued(self, seq: int) -> None:
@@ -182,7 +181,7 @@ class RingRecorder(CallSink):
                 self._ring.waited(seq, now_ns)
 
     def done(self, seqs: Sequence[int], source: int | None = None) -> None:
-        """Write that the host has passed the operations; those of a device are done when its stream reaches them."""
+        """Write that the host has passed the operations; on a device they are done when its stream reaches them."""
         now_ns = time.time_ns()
         is_done: IsDone | None = None
         for seq in seqs:
@@ -252,13 +251,13 @@ class RingRecorder(CallSink):
                     lines = now_at
             if self._shared:
                 self._ring.sync()
-        self._note_done(time.time_ns())  # else a program that has ended would seem to wait for its device
+        self._note_done(time.time_ns())  # otherwise a program that has ended would seem to wait for its device
 
     def _note_done(self, now_ns: int) -> None:
         """Write the ends of operations that the device has finished."""
         while self._on_device and self._on_device[0][1]():
             seq, _ = self._on_device.popleft()
-            if seq >= self._next_seq - self._capacity:  # else its record is that of a later one
+            if seq >= self._next_seq - self._capacity:  # otherwise a later operation has overwritten its record
                 self._ring.finished(seq, OpState.DONE, now_ns)
 
     def _stack(self) -> tuple[str, ...]:
@@ -316,7 +315,7 @@ def active_recorder() -> RingRecorder | None:
 class Watch:
     """A watched rank; the end of the ``with`` block, `close`, or the end of the program ends the watch.
 
-    Without a block, keep nothing: the watch lives until the program ends.
+    Without a block, no reference is needed: the watch lives until the program ends.
     """
 
     def __init__(self, recorder: RingRecorder, calls: GroupCalls) -> None:
@@ -339,7 +338,7 @@ class Watch:
         """Mark the messages of a block with their meaning: ``with watch.mark(stage=0, micro_batch=3, kind="F"):``.
 
         Raises:
-            ValueError: a number is negative, or the kind is another one.
+            ValueError: a number is negative, or the kind is unknown.
         """
         return self._recorder.mark(stage=stage, micro_batch=micro_batch, kind=kind)
 
@@ -368,5 +367,5 @@ class Watch:
 
 
 def ring_directory(directory: str | Path | None) -> Path:
-    """Return the directory of the rings: the given one, that of ``PIPEPROOF_WATCH``, or ``pipeproof-rings``."""
+    """Return the directory of the rings: the argument, else ``PIPEPROOF_WATCH``, else ``pipeproof-rings``."""
     return Path(directory or os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)

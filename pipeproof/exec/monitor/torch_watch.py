@@ -56,7 +56,7 @@ class DeviceMarker:
         self._has_prepared_thread = False
 
     def __call__(self, backend: str) -> IsDone | None:
-        """Return the query of an event on the current stream; None where the host itself waits for the backend."""
+        """Return the query of an event on the current stream; None if the host itself waits for the backend."""
         if backend != "nccl" or torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event()
@@ -67,7 +67,7 @@ class DeviceMarker:
         if not self._has_prepared_thread:
             self._has_prepared_thread = True
             _allow_captures_of_other_threads()
-        if torch.cuda.current_device() != device:  # of this thread: a query would make a context on device 0
+        if torch.cuda.current_device() != device:  # of this thread: otherwise a query would make a context on device 0
             torch.cuda.set_device(device)
         try:
             return bool(event.query())
@@ -158,7 +158,7 @@ class _WatchedCalls(TorchCalls):
 
 
 def _first_and_size(value: Any) -> tuple[Any, int]:
-    """Return the first tensor in nested lists, None without one, and the number of elements of all."""
+    """Return the first tensor in nested lists (None without tensors), and the number of elements of all tensors."""
     if isinstance(value, torch.Tensor):
         return value, value.numel()
     first, size = None, 0

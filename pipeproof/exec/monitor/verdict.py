@@ -16,7 +16,7 @@ from pipeproof.exec.monitor.job import JobNow, ProcessState
 from pipeproof.exec.store.process_state import ProcessId, boot_id, environment_of, siblings
 from pipeproof.interop.hang.py_spy import Stack, ask_py_spy
 
-# --- Stacks of ranks by py-spy: from files, or asked now of the ranks that cause a hang and run on this host ---
+# --- Stacks of ranks by py-spy: from files, or from the ranks on this host that cause a hang ---
 
 
 _MOST_ASKED: Final = 4
@@ -56,7 +56,7 @@ class RankStacks:
 
     @property
     def different(self) -> tuple[int, ...]:
-        """Ranks that are in another call of the program than most; all of them without a most frequent one."""
+        """Ranks that are in another call of the program than most; all ranks if no call is the most frequent."""
         calls = {rank: stack.own[:1] or stack.frames[:1] for rank, stack in self.stacks.items()}
         return minority(calls) or (tuple(sorted(calls)) if len(set(calls.values())) > 1 else ())
 
@@ -75,7 +75,7 @@ class RankStacks:
 def ask_for_causes(job: JobNow, causes: Sequence[int]) -> RankStacks:
     """Ask py-spy for the stacks of the ranks of a cause that run on this host.
 
-    A rank without a ring is found by its environment among the processes that the launcher of the others started.
+    A rank without a ring is found by its environment among the processes that the same launcher started.
     """
     stacks, notes = {}, []
     for rank in causes[:_MOST_ASKED]:
@@ -139,7 +139,7 @@ class Kind(StrEnum):
     ENDED = "ended"
     """A rank has ended its program, and others wait for it."""
     ABSENT = "absent"
-    """A rank does not come: its host is elsewhere than in communication."""
+    """A rank does not come: its host is outside of communication."""
     RAISED = "raised"
     KILLED = "killed"
     STOPPED = "stopped"
@@ -149,7 +149,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockedRank:
-    """A rank that waits: the operation that blocks it, its line, for how long, and for which ranks."""
+    """A rank that waits: the operation that blocks it, its line, the seconds, and the ranks that it waits for."""
 
     rank: int
     op: str
@@ -157,7 +157,7 @@ class BlockedRank:
     seconds: float
     ranks: tuple[int, ...]
     meaning: str = ""
-    """Operation of the plan, its micro-batch and its stage, where they are known."""
+    """Operation of the plan, its micro-batch and its stage, if known."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Verdict:
     plan: tuple[str, ...] = ()
     """Positions of the ranks of the cause in the plan, in sentences."""
     stacks: RankStacks = field(default_factory=lambda: RankStacks({}))
-    """Stacks of ranks by py-spy; the text has those of the cause."""
+    """Stacks of ranks by py-spy; the text has the stacks of the cause."""
 
     def lines(self) -> Iterator[str]:
         """Return the verdict as text, apart from its findings: the cause, the reasons, and the ranks that wait."""

@@ -1,10 +1,9 @@
-"""Waits of the ranks of a watched job: which operation blocks a rank, and which ranks have not come to it.
+"""Waits of the ranks of a watched job: the operation that blocks a rank, and the ranks that have not come to it.
 
-A rank waits for another one if the operation that blocks it needs an operation
-that the other rank has not issued, or has queued on its device behind one that
-is not done. The second needs a device that has come to the operation itself:
-while a call makes a communicator, hosts wait for hosts; and an operation that
-is behind another one on its own device waits for that one.
+A rank waits for another rank if the operation that blocks it needs an operation that the other rank has not issued, or
+has queued on its device behind an unfinished operation. The second case needs a device that has reached the blocking
+operation: while a call makes a communicator, hosts wait for hosts; and an operation that is behind another one on its
+own device waits for that one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Analysis:
         return self.ops[entry.rank, entry.index]
 
     def seconds(self, entry: Entry) -> float:
-        """Seconds since the last event of an operation: for one that blocks its rank, since it does."""
+        """Seconds since the last event of an operation, or since it blocks its rank."""
         now, op = self.job.by_rank[entry.rank], self.op(entry)
         return (
             self._device_seconds(now, now.since_of(op))
@@ -47,7 +46,7 @@ class Analysis:
         )
 
     def seconds_for(self, entry: Entry, other: int) -> float:
-        """Seconds for which an operation has waited for another rank, and nothing has happened there either."""
+        """Seconds for which an operation has waited for another rank without an event there."""
         now = self.job.by_rank.get(other)
         if now is None:
             return self.seconds(entry)
@@ -67,7 +66,7 @@ class Analysis:
         return max(0.0, seconds) if self._seconds(heartbeat_ns) < SLOW_S else self._seconds(since_ns)
 
     def parts(self, entry: Entry) -> tuple[Entry, ...]:
-        """An operation and its parts on other ranks, as far as they are issued."""
+        """An operation and its issued parts on other ranks."""
         return (entry, *self.matches.partners.get((entry.rank, entry.index), ()))
 
     def part(self, entry: Entry, other: int) -> Entry | None:
@@ -92,11 +91,11 @@ class Analysis:
         return Wait(entry.rank, entry.text, f"rank {other}", why, at, entry.location, entry.tensor_text, seconds)
 
     def is_behind(self, entry: Entry) -> bool:
-        """True for an operation that is queued on its rank's device behind one that is not done."""
+        """True for an operation that is queued on its rank's device behind an unfinished one."""
         return self.job.by_rank[entry.rank].is_behind(self.op(entry))
 
     def share(self, entry: Entry) -> float:
-        """Part of the members of an operation that have issued it."""
+        """Fraction of the members of an operation that have issued it."""
         num_members = len(entry.group.ranks) if entry.channel is None else 2
         return 1 - len(self.missing(entry)) / max(num_members, 1)
 
@@ -143,20 +142,20 @@ def ring_entry(rank: int, index: int, op: RingOp) -> Entry:
 
 
 def _sizes(op: RingOp, num_elements: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shape of the only tensor where it is known to be the only one, else one flat shape of all elements."""
+    """Return the shape if there is certainly only one tensor, else one flat shape of all elements."""
     if not num_elements:
         return ()
     return (op.shape if op.shape and prod(op.shape) == num_elements else (num_elements,),)
 
 
 def location_of(at: str) -> Location | None:
-    """Return the place of ``file:line``; None if it is unknown."""
+    """Return the location of ``file:line``; None if it is unknown."""
     file, _, line = at.rpartition(":")
     return Location(file, int(line)) if file and line.isdigit() else None
 
 
 def waits_of(analysis: Analysis) -> tuple[BlockedRank, ...]:
-    """Return the wait of each blocked rank, the longest first; of several operations, one that another rank misses."""
+    """Return the wait of each blocked rank, the longest first; of several operations, one that another rank lacks."""
     waits = []
     for rank, entries in analysis.blocking.items():
         if analysis.job.by_rank[rank].state in (ProcessState.GONE, ProcessState.ENDED, ProcessState.RAISED):

@@ -1,4 +1,4 @@
-"""Elements that identify their origin, and the search for the origin of elements that arrived wrongly.
+"""Elements that identify their origin, and the search for the origin of wrong elements.
 
 An element's bytes are made from the identity of the sent tensor and the element's index. They are made and read on the
 host with numpy; the framework only copies bytes, so a framework whose kernels compute nothing can be rehearsed.
@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.int64]
 
 _STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _BLOCK = 2**14
-"""Elements that are made at a time, so that intermediate values stay in the processor's caches."""
+"""Elements that are made at a time: intermediate values then stay in the processor's caches."""
 _MOST_BITS = 6
 _EXACT = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24}
 """Limit below which the type represents all integers exactly."""
@@ -110,7 +110,7 @@ def elements(content: Bytes, dtype: str) -> npt.NDArray[np.unsignedinteger[npt.N
 
 
 _ENOUGH_BYTES = 8
-"""Length of the searched pattern: equal ranges of so many bytes are no coincidence."""
+"""Length of the searched pattern: ranges of this many bytes are never equal by chance."""
 _MOST_SEARCHED = 2**28
 """Most elements of other tensors that are searched for the origin of a wrong element."""
 
@@ -146,7 +146,7 @@ def found_ranges(
 ) -> tuple[FoundRange, ...]:
     """Return the origin of all elements of ``content``; it equals ``expected`` if all elements are correct.
 
-    ``others`` are the tensors to search where elements differ, the most likely ones first.
+    ``others`` are the tensors to search if elements differ, the most likely ones first.
     """
     origins: list[FoundRange] = []
     for part in expected:
@@ -217,7 +217,7 @@ class _Search:
         return self._range(start, stop, None)
 
     def _next_correct(self, start: int) -> int:
-        """Return the first index after ``start`` with so many correct elements in a row that it is no coincidence."""
+        """Return the first index after ``start`` where the number of consecutive correct elements excludes chance."""
         counted = np.concatenate([[0], np.cumsum((self._arrived == self._sent)[start:])])
         window = min(self._window, len(counted) - 1)
         begins = np.flatnonzero(counted[window:] - counted[:-window] == window)
@@ -296,7 +296,7 @@ class RehearsalTensor:
 
 
 class RehearsalArrays:
-    """Operations on tensors of a rehearsal over those of a framework; an ``Arrays``."""
+    """Operations on tensors of a rehearsal, by a framework's operations; an ``Arrays``."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.real = arrays
@@ -325,7 +325,7 @@ class RehearsalArrays:
         return tensor.dtype
 
     def to_numpy(self, tensor: RehearsalTensor) -> Array:
-        """Return zeros without memory of their own: a rehearsal has no values."""
+        """Return zeros that take no memory: a rehearsal has no values."""
         return np.broadcast_to(np.zeros(()), tensor.shape)
 
     def from_bytes(self, content: Bytes, shape: Sequence[int], dtype: str) -> RehearsalTensor:

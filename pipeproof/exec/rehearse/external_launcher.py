@@ -1,7 +1,7 @@
 """Rehearsals under an external launcher (see ``exec.store.launcher_table``), on any number of hosts.
 
-Each process is one rank, identified by its environment. As the ranks of a ``Pipeline``, they agree through the
-framework's store, and a thread of each watches its progress. Each rank sends what it found to rank 0, which reports.
+Each process is one rank, identified by its environment. Like the ranks of a ``Pipeline``, they agree through the
+framework's store, and a thread of each watches its progress. Each rank sends its findings to rank 0, which reports.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _LAST_S = 10.0
 _SHOW_S = 5.0
 """Time between two lines about ranks that have not come."""
 _LOCAL = {"torch": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), "paddle": ("PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")}
-"""Variables of each framework for the rank among those of this host, and for their number."""
+"""Variables of each framework for the rank on this host, and for the number of ranks on it."""
 _PART = TypeAdapter(RankRehearsal)
 
 
 def join_launcher(run: RunSpec) -> LaunchedRank | None:
     """Rank of this process if a launcher started it as one of several, else None.
 
-    A launcher that knows no framework sets none of the variables from which the plan's framework learns its rank; they
-    are set here.
+    A launcher that knows no framework does not set the variables from which the plan's framework learns its rank; this
+    function sets them.
 
     Raises:
         PipeproofError: PP907, the launcher's variables are incomplete or contradict each other.
@@ -121,7 +121,7 @@ def execute_launched(
 
 @contextmanager
 def _one_end(agreement: Agreement, code: RuleDoc) -> Iterator[None]:
-    """Make a failure on one rank one on all, with a finding of the code."""
+    """Turn a failure on one rank into a failure on all, with a finding of the code."""
     try:
         with one_failure(agreement):
             yield
@@ -175,7 +175,7 @@ def _store(launched: LaunchedRank, backend: str, patience_s: float) -> Store:
     if launched.rank > 0:
         await_store(f"{host}:{port}", patience_s)
     run_id = re.sub(r"[^A-Za-z0-9._-]", "_", launched.run_id)[:100] or "run"
-    prefix = f"pipeproof/{run_id}/{launched.attempt}/"  # a restarted attempt reads nothing of the one before
+    prefix = f"pipeproof/{run_id}/{launched.attempt}/"  # a restarted attempt reads nothing of the attempt before
     if backend == "torch":
         from pipeproof.exec.store import torch_store
 
@@ -186,7 +186,7 @@ def _store(launched: LaunchedRank, backend: str, patience_s: float) -> Store:
 
 
 def _started(run: RunSpec, options: RunOptions) -> Callable[[], Framework]:
-    """Start the framework; its error is raised by the result, when the other ranks can learn of it."""
+    """Start the framework; the result raises its error when the other ranks can learn of it."""
     failure: RuntimeError | None = None
     try:
         framework = start_framework(run, computes=not options.rehearses, share_gpus=options.share_gpus)
@@ -220,7 +220,7 @@ def _facts(report: Report, options: RunOptions) -> dict[str, Any]:
 def _all_hosts(
     agreement: Agreement, launched: LaunchedRank, facts: Mapping[str, Any], on_wait: Callable[[str], None]
 ) -> tuple[Host, ...]:
-    """Wait for all ranks, which must have rank 0's facts. Rank 0 alone reads them, and returns the hosts."""
+    """Wait for all ranks, which must have rank 0's facts. Only rank 0 reads them, and returns the hosts."""
     name, machine = own_host()
     agreement.publish(f"came/{agreement.rank}", {"host": name, "machine": machine, "facts": dict(facts)})
     if agreement.rank:
@@ -261,7 +261,7 @@ def _rehearsed(
     options: RunOptions,
     framework: Callable[[], Framework],
 ) -> Any:
-    """Run this rank's program in a directory of its own, watched, and return what it found."""
+    """Run this rank's program in its own directory, watched, and return its findings."""
     graph, failures = report.subject.graph, PipelineFailures(agreement, lambda: None)
     watch = StallWatch(agreement.of_thread(), options.timeout_s, lambda: partial(op_facts, graph), lambda: None)
 
@@ -305,7 +305,7 @@ def _require_fit(launched: LaunchedRank, report: Report) -> None:
     backend, needed = report.subject.plan.spec.run.backend, report.subject.graph.num_ranks
     row = launcher if launcher.backend in (None, backend) else OF_BACKEND[backend]
     if row is not launcher:
-        fact = f"the launcher is not that of {backend}, which run.backend names"
+        fact = f"the launcher is not {backend}'s, which run.backend names"
         location = report.subject.locate("run", "backend")
     elif launched.world_size != needed:
         fact = f"the launcher started {launched.world_size} processes, but the plan's topology has {needed} ranks"

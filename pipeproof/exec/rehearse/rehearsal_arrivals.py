@@ -1,7 +1,7 @@
 """Checks of arrived messages: each element's origin, and together the layout that the receiving stage needs.
 
 The k-th transfer of a channel in a step is the k-th of the graph. A stage does not pass received tensors on: each
-sender makes its boundary tensor anew, so a wrong message is found at its receiver and nowhere else.
+sender makes its boundary tensor anew, so a wrong message is only found at its receiver.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_KEPT = 200
 class ArrivalFault:
     """One fault on one rank in one step: elements that did not arrive, or that the layout places elsewhere.
 
-    ``where`` is the channel or the group; for a layout, the boundary and direction. Only a layout has a work item
+    ``where`` is the channel or the group; for a layout, the boundary and direction. Only for a layout there is a
     ``work_item``, which lacks the elements ``lost`` and has ``foreign`` elements, of ``num_elements`` in all.
     """
 
@@ -115,7 +115,7 @@ def _layout_finding(faults: Sequence[ArrivalFault]) -> Finding:
 
 
 Reader = tuple[int, int, bool]
-"""Reader of boundary tensors: a stage, a work item, and whether its forward."""
+"""Reader of boundary tensors: a stage, a work item, and True for its forward."""
 
 
 class Arrivals:
@@ -146,12 +146,12 @@ class Arrivals:
         self._calls.clear()
 
     def count(self, group: int) -> int:
-        """Count a call of a group; return the number of those before it in the step."""
+        """Count a call of a group; return the number of earlier calls in the step."""
         self._calls[group] += 1
         return self._calls[group] - 1
 
     def outgoing(self, side: str, stage: int, variant: int, member: int, work_item: int) -> RehearsalTensor | None:
-        """Return a tensor that a stage of this rank makes; None for the gradient of a member that has none."""
+        """Return a tensor that a stage of this rank makes; None for the gradient of a member without one."""
         number = self._numbers.get((side, stage, variant, member))
         if number is None:
             return None
@@ -160,7 +160,7 @@ class Arrivals:
         return RehearsalTensor(spec.shape, spec.dtype, source)
 
     def arrived(self, receive: int, tensor: RehearsalTensor) -> None:
-        """Check the elements of a receive, which has ended; ``tensor`` has them alone, or (a slice) among others."""
+        """Check the elements of a finished receive; ``tensor`` has only these, or (for a slice) also others."""
         self.checked.messages += 1
         tensor.ranges = self._read(receive, tensor)
         if int(self.graph.stop[receive] - self.graph.start[receive]) < self._spec(receive).numel:
@@ -193,7 +193,7 @@ class Arrivals:
                 tensor.ranges = self._read(tensor.receive, tensor, f"when {op} reads it, ")
 
     def require_layouts(self, reader: Reader, tensors: Sequence[RehearsalTensor | None]) -> None:
-        """Check the arrived elements against the receiver's layout, in tensors whose elements are all of theirs."""
+        """Check the arrived elements against the receiver's layout, in tensors without elements of other tensors."""
         graph = self.graph
         for delivery in self._deliveries.get(reader, ()):
             received, send = self._tensor(delivery, tensors), int(graph.match[delivery.receive])
@@ -281,7 +281,7 @@ class Arrivals:
 
 
 def difference(expected: Sequence[FoundRange], origins: Sequence[FoundRange]) -> str | None:
-    """Text on the first range that is not the expected one; None if there is none."""
+    """Text on the first unexpected range; None if there is none."""
     for part in origins:
         planned = next(e for e in expected if e.start <= part.start < e.stop)
         offset = part.start - planned.start

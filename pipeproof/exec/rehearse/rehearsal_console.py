@@ -46,7 +46,7 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
 
 
 _MOST_EDGES = 24
-"""Most edges that the table shows; where there are more, only the slowest. The profile has all."""
+"""Most edges that the table shows; if there are more, only the slowest. The profile has all."""
 
 
 def rehearse_command(
@@ -135,7 +135,7 @@ def _network_line(result: Rehearsal) -> str:
 
 
 def _print_edges(result: Rehearsal, console: Console) -> None:
-    """Print latency and bandwidth of each edge, in the order of the graph, or of the slowest ones."""
+    """Print latency and bandwidth of each edge in the order of the graph, or only of the slowest edges."""
     clock = "GPU" if result.subject.plan.spec.run.device == "gpu" else "host"
     shown, title = result.edges, f"edges, one message at a time, by the {clock}'s clock"
     if len(shown) > _MOST_EDGES:

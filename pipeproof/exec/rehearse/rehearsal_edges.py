@@ -18,7 +18,7 @@ from pipeproof.specs.cost import NetworkSpec
 from pipeproof.specs.profile_file import SizedSpread, by_size
 
 USUAL_BYTES = (TOKEN_BYTES, 2**16, 2**20)
-"""Sizes in addition to the smallest and the largest of the plan's messages."""
+"""Sizes in addition to the plan's smallest and largest message."""
 LARGE_BYTES = 2**24
 """Additional size on GPUs, whose links smaller messages do not saturate."""
 
@@ -27,7 +27,7 @@ _LEAST_LOG = -40.0
 """Logarithm of a latency or a time per byte that is zero."""
 _LEAST_US = 1e-3
 _LEAST_SHARE = 1e-3
-"""Least share of the bytes in the largest message's time for which a bandwidth is measurable."""
+"""Least part of the largest message's time that its bytes must take for a measurable bandwidth."""
 
 EdgeTimes = dict[str, dict[int, tuple[float, ...]]]
 """Microseconds of each message, by the channel's text and the message's bytes."""
@@ -52,8 +52,8 @@ class LinkFit:
 def fit_link(points: Sequence[tuple[int, float]]) -> LinkFit:
     """Return the line through (bytes, microseconds) with the least relative error: twice counts as much as half.
 
-    So the smallest messages determine the latency and the largest the bandwidth. Where more bytes take no longer, all
-    of the largest message's time counts for its bytes. The method is least squares of the logarithms, by Gauss-Newton
+    So the smallest messages determine the latency and the largest the bandwidth. If more bytes take no longer, the
+    largest message's whole time counts for its bytes. The method is least squares of the logarithms, by Gauss-Newton
     steps on the logarithms of latency and time per byte, which keeps both positive.
     """
     sizes = np.array([num_bytes for num_bytes, _ in points], dtype=float)
@@ -89,8 +89,8 @@ def ping_edges(
 ) -> EdgeTimes:
     """Time every channel that has a way back, one after the other; every rank must call this.
 
-    The result has the channels on which this rank sends. All ranks wait at a barrier before each channel, so that
-    nothing else is under way.
+    The result has the channels on which this rank sends. All ranks wait at a barrier before each channel: nothing else
+    is then under way.
     """
     wire, sizes = Wire(world.rank, world.channels, arrays, clock), ping_sizes(graph, device)
     measured = {}
@@ -140,9 +140,9 @@ def edges_of(graph: OpGraph, times: EdgeTimes) -> tuple[Edge, ...]:
 def network_of(hosts: Sequence[str], edges: Sequence[Edge], times: EdgeTimes) -> dict[str, Any] | None:
     """Return ``cost.network`` of a plan whose rank r is on ``hosts[r]``; None without an edge.
 
-    ``node`` is the line through the messages of all edges within hosts, and ``between`` of those between hosts; they
-    are for pairs of ranks without an edge. ``between`` is left out if all ranks are on one host, or if no edge between
-    hosts was timed. Of several channels between two ranks the slowest is their edge.
+    ``node`` is the line through the messages of all edges within hosts, and ``between`` of all edges between hosts;
+    they are for pairs of ranks without an edge. ``between`` is left out if all ranks are on one host, or if no edge
+    between hosts was timed. Of several channels between two ranks the slowest is their edge.
     """
     if not edges:
         return None
@@ -162,7 +162,7 @@ def network_of(hosts: Sequence[str], edges: Sequence[Edge], times: EdgeTimes) ->
             slowest[pair] = edge.link
     network = {
         "ranks_per_node": _ranks_per_node(hosts),
-        # Required even where no two ranks share a host, and not used there.
+        # Required even if no two ranks share a host; it is not used then.
         "node": _link(lines.get("node") or lines["between"]),
         **({"between": _link(lines["between"])} if "between" in lines else {}),
         "edges": [{"source": a, "destination": b, **_link(link)} for (a, b), link in slowest.items()],
@@ -172,9 +172,9 @@ def network_of(hosts: Sequence[str], edges: Sequence[Edge], times: EdgeTimes) ->
 
 
 def _ranks_per_node(hosts: Sequence[str]) -> int:
-    """Return the number of consecutive ranks of each host, 1 where hosts do not have equally many consecutive ranks.
+    """Return the number of consecutive ranks of each host; 1 if this number differs or ranks are not consecutive.
 
-    ``cost.network`` knows only the former. With 1 every pair without an edge counts as a pair on two hosts.
+    ``cost.network`` knows only equal numbers. With 1 every pair without an edge counts as a pair on two hosts.
     """
     size = len(hosts) // len({*hosts})
     blocks = [{*hosts[start : start + size]} for start in range(0, len(hosts), size)]

@@ -1,7 +1,8 @@
 """Framework of a rehearsal: stages whose tensors carry the origin of their elements instead of values.
 
-The machine, the adapter, the transfers and the end of a step are those of a run. A stage checks what arrived for it,
-issues the collectives that the graph has below the computation, and makes its output and the gradients of its input.
+The machine, the adapter, the transfers and the end of a step are the same as in a run. A stage checks its arrived
+tensors, issues the collectives that the graph has below the computation, and makes its output and the gradients of its
+input.
 """
 
 # ruff: noqa: D102 - the protocols document the methods
@@ -146,7 +147,7 @@ class RehearsalStages:
         inputs: Sequence[RehearsalTensor | None],
         gradients: Sequence[RehearsalTensor | None],
     ) -> None:
-        """Check what a computation reads, if the rank has one of this kind, and issue its collectives."""
+        """Check the input of a computation, if the rank has one of this kind, and issue its collectives."""
         op_id = self._ops.get((kind, stage, work_item))
         if op_id is None:
             return
@@ -162,7 +163,7 @@ class RehearsalStages:
             self._issue(child)
 
     def boundary(self, side: str, stage: int, work_item: int) -> list[RehearsalTensor | None]:
-        """Return the tensors that a stage makes of a boundary's members, None for those without a gradient."""
+        """Return the tensors that a stage makes for a boundary's members, None for members without a gradient."""
         edge = self.plan.edges[stage if side == "output" else stage - 1]
         variant = edge.by_micro_batch[work_item] if edge.by_micro_batch else 0
         members = range(len(edge.variants[variant]))
@@ -211,7 +212,7 @@ class RehearsalOptimizer:
 
 
 class RehearsalClip:
-    """Clip that has the vector of squared norms only; a ``Clip``."""
+    """Clip that only has the vector of squared norms; a ``Clip``."""
 
     def __init__(self, num_weights: int, dtype: str) -> None:
         self.squares = RehearsalTensor((num_weights,), dtype)
@@ -241,12 +242,12 @@ class RehearsalFramework:
         return self.world(self._real.connect(rank, plan, progress))
 
     def world(self, real: World) -> RehearsalWorld:
-        """Return the communication of the rehearsal over that of the framework."""
+        """Return the communication of the rehearsal over the framework's."""
         self._real_world = real
         return RehearsalWorld(real, self._inputs, self.arrays, self._arrivals)
 
     def finish(self, job: Job, emit: Emit) -> None:
-        """Time the edges after the last step, write what was measured and checked, and wait for all ranks."""
+        """Time the edges after the last step, write the measurements and checks, and wait for all ranks."""
         arrays, real = self.arrays.real, self._real_world
         times: EdgeTimes = {}
         if not job.options.share_gpus:  # with shared GPUs edges are sockets

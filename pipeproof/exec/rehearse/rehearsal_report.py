@@ -1,4 +1,4 @@
-"""The report of a rehearsal: what each rank found, its merge over all ranks and hosts, and groups split by hosts."""
+"""The report of a rehearsal: each rank's findings, their merge over all ranks and hosts, and groups split by hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rehearsal:
 
     @property
     def seconds(self) -> float:
-        """Time of all steps: that of the slowest host."""
+        """Time of all steps on the slowest host."""
         return max(self.seconds_by_host.values())
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Communication of a rehearsal: a framework's channels and collectives, with checks of all that arrives.
+"""Communication of a rehearsal: a framework's channels and collectives, with checks of all arriving elements.
 
-The k-th call of a group in a step is the k-th of the graph, and its input is made from that identity, flat as on the
-wire. Sums and maxima are of integers so small that any order of addition is exact. An exchange of tokens moves as many
-rows to each member as the plan estimates: equal numbers, and one more to the first members if the division has a
+The k-th call of a group in a step is the k-th call in the graph, and its input is made from that identity, flat as on
+the wire. Sums and maxima are of integers so small that any order of addition is exact. An exchange of tokens moves as
+many rows to each member as the plan estimates: equal numbers, and one more to the first members if the division has a
 remainder.
 """
 
@@ -47,7 +47,7 @@ class RehearsalTransfer:
         self.posted_ns = self.start_ns = self.end_ns = 0
 
     def wait(self) -> None:
-        """Wait for the transfer, and check what arrived."""
+        """Wait for the transfer, and check the arrived elements."""
         self.transfer.wait()
         self.posted_ns, self.start_ns, self.end_ns = (
             self.transfer.posted_ns,
@@ -192,7 +192,7 @@ class RehearsalCollectives:
         return self._require_elements(call, content, [(source, 0, source.numel) for source in call.sources])
 
     def exchange(self, rows: RehearsalTensor, send: Sequence[int], receive: Sequence[int]) -> RehearsalTensor:
-        """Exchange ranges of identities; every member's numbers are those of ``CollectiveInputs.exchanged``."""
+        """Exchange ranges of identities; ``CollectiveInputs.exchanged`` has every member's numbers."""
         call = self._inputs.call(self._inputs.next_op(self._group))
         content = self._arrays.to_bytes(self._collectives.exchange(self._made(call), send, receive))
         parts = [
@@ -299,7 +299,7 @@ class RehearsalWorld:
 
 
 def _shares(call: _Call) -> list[list[int]]:
-    """Rows that each member sends to each: equal numbers, and one more to the first ones if there is a remainder."""
+    """Rows that each member sends to each: equal numbers, and one more to the first members if there is a remainder."""
     num_members = len(call.sources)
     return [
         [source.numel // num_members + (index < source.numel % num_members) for index in range(num_members)]

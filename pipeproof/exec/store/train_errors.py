@@ -26,7 +26,7 @@ class PipelineError(RuntimeError):
 
 
 class PlanRefused(PipelineError):  # noqa: N818 - the name of the public contract
-    """A plan that is not valid or not proved, with the ``findings`` that explain it; ``headline`` says which."""
+    """A plan that is not valid or not proved, with the ``findings`` that explain it; ``headline`` states which."""
 
     def __init__(
         self,

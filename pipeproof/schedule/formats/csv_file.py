@@ -14,15 +14,13 @@ communication cells are in the order of issue, and none is empty. Cells are
 - with communication also ``2SEND_F0``, ``2RECV_F0``, ``2SEND_B0``,
   ``2RECV_B0``, and for sharded weights ``2UNSHARD``, ``2RESHARD``, ``2REDUCE_GRAD``.
 
-Their reader matches the beginning of a cell and ignores the rest, so that
-``2F0xyz`` passes there; here the whole cell must match. As theirs does, this
-reader takes blanks around an operation, and cells in double quotes.
+Their reader matches the beginning of a cell and ignores the rest: ``2F0xyz`` passes there; here the whole cell must
+match. Like theirs, this reader accepts blanks around an operation, and cells in double quotes.
 
-PyTorch itself writes the format with communication, with the transfers that it
-adds (``_dump_csv``). The written cells of a rank are in the order of its
-program. PyTorch's own files of the compute-only format also have an empty cell for each time step at which a
-rank idles; its reader does not need them, and time steps mean nothing once
-computations differ in length.
+PyTorch itself writes the format with communication, with the transfers that it adds (``_dump_csv``). The written cells
+of a rank are in the order of its program. PyTorch's own files of the compute-only format also have an empty cell for
+each time step at which a rank idles; its reader does not need them, and time steps have no meaning if computations
+differ in length.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def looks_like_csv(text: str) -> bool:
 
 
 def read_csv(text: str, file: str, findings: Findings) -> tuple[RawSchedule, Sequence[Location]]:
-    """Every line as the cells of a rank, and the places of empty cells; the two of an overlapped pair share a batch.
+    """Each line as the cells of a rank, and the locations of empty cells; cells of an overlapped pair share a batch.
 
     Findings: PP131 for a blank line between others, PP132 for cells.
     """
@@ -68,7 +66,7 @@ def read_csv(text: str, file: str, findings: Findings) -> tuple[RawSchedule, Seq
 
 
 def _current(rows_by_rank: list[list[Row]]) -> list[list[Row]]:
-    """The rows with a backward as ``I`` where an older release wrote ``B`` next to each ``W``, and no ``I`` at all."""
+    """The rows, with ``I`` for each ``B`` next to a ``W`` from an older release, which writes no ``I``."""
     by_kind: dict[OpKind, set[tuple[int, int, int | None]]] = {kind: set() for kind in OpKind}
     for rank, rows in enumerate(rows_by_rank):
         for row in rows:
@@ -87,7 +85,7 @@ def _current(rows_by_rank: list[list[Row]]) -> list[list[Row]]:
 
 
 def _words(line: Placed) -> list[Placed]:
-    """The cells of a line without what surrounds them; what cannot be split is one cell."""
+    """The cells of a line, stripped; a line that cannot be split is one cell."""
     words, offset, continues = [], 0, True
     while continues:
         match = _CELL.match(line.text, offset)

@@ -12,9 +12,8 @@ EBNF::
     line  = step , { ";" , step } , [ ";" ] ;
     step  = ( "f" | "b" ) , micro_batch , [ "_vp" , chunk ] ;
 
-Chunk ``c`` of rank ``r`` is stage ``c * p + r`` of the ``p`` ranks. Backwards
-are whole, nothing overlaps. Either all steps of a file name their chunk, or
-none does. Blanks around a step do no harm.
+Chunk ``c`` of rank ``r`` is stage ``c * p + r`` of the ``p`` ranks. Backwards are whole, nothing overlaps. Either all
+steps of a file name their chunk, or none does. Blanks around a step are ignored.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def _stripped(line: Placed, start: int, stop: int) -> Placed:
 
 
 def _near(text: str) -> str | None:
-    """The step that was probably meant; None where nothing is near."""
+    """The step that was probably meant; None without a similar one."""
     match = _LOOSE_STEP.fullmatch(text)
     if match is None:
         return None
@@ -121,7 +120,7 @@ def _near(text: str) -> str | None:
 
 
 def fleet_text(rows_by_rank: Sequence[Sequence[Row]]) -> str:
-    """A schedule as Fleet's static scheduler prints it; chunks are named where any rank has more than one stage.
+    """A schedule as Fleet's static scheduler prints it; chunks are named if any rank has more than one stage.
 
     Raises:
         InexpressibleError: backwards in two parts, pairs, other operations, or stages not assigned round-robin.

@@ -15,8 +15,8 @@ INEXPRESSIBLE = RuleDoc(
     code="PP141",
     title="the target format cannot express this",
     explanation=(
-        "Formats differ in what they can express. Fleet's strings have whole forwards and backwards on stages that are "
-        "assigned to ranks round-robin. PyTorch's CSV also has the two parts of a backward and overlapped pairs. "
+        "Some formats cannot express all schedules. Fleet's strings have whole forwards and backwards on stages that "
+        "are assigned to ranks round-robin. PyTorch's CSV also has the two parts of a backward and overlapped pairs. "
         "Our text form has everything. `pipeproof schedule convert` "
         "leaves nothing out by itself; `--only-computations` leaves out transfers, waits, reductions and attributes."
     ),
@@ -29,7 +29,7 @@ _BACKWARDS = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
 
 
 class InexpressibleError(ValueError):
-    """A format cannot express something that a schedule has.
+    """A format cannot express a part of a schedule.
 
     ``row`` is the row that cannot be written, None if it is not a single row. ``help`` is the suggested fix.
     """
@@ -46,7 +46,7 @@ def steps_of(rows: Sequence[Row], form: str) -> Iterator[tuple[Row, ...]]:
     ``form`` is the name of the format in messages.
 
     Raises:
-        InexpressibleError: rows are one call that is no such pair.
+        InexpressibleError: rows are one call, but not such a pair.
     """
     sizes = Counter(row.batch for row in rows)
     position = 0
@@ -80,18 +80,18 @@ def require_bare(rows: Sequence[Row], form: str) -> None:
 
 
 def require_computations(rows: Sequence[Row], form: str, help: str) -> None:
-    """Refuse rows that are no computations.
+    """Refuse rows other than computations.
 
     Raises:
         InexpressibleError: there is one.
     """
     for row in rows:
         if row.op.kind not in COMPUTE_KINDS:
-            raise InexpressibleError(f"{row.op} is no computation, and {form} has only these", row=row, help=help)
+            raise InexpressibleError(f"{row.op} is not a computation, and {form} has nothing else", row=row, help=help)
 
 
 def computations_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[list[Row]]:
-    """The computations, and which of them are one call, alone: no transfers, waits, reductions and attributes."""
+    """Only the computations and their calls: no transfers, waits, reductions and attributes."""
     computations = []
     for rows in rows_by_rank:
         computed = [row for row in rows if row.op.kind in COMPUTE_KINDS]

@@ -3,9 +3,8 @@
 The reader takes the strict text form and suggests the operation that was probably meant. The writer makes the texts
 of a whole op table without an object for each operation.
 
-Operations that differ in nothing but their micro-batch, and its split, differ
-in one place of their text. A large plan has thousands of times as many
-operations as texts around that place.
+The texts of operations that only differ in micro-batch and split differ at one position. A large plan has thousands of
+times as many operations as texts around that position.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def _largest(op: Op) -> int:
 
 
 def near_op(text: str) -> str | None:
-    """The operation that was probably meant by ``text``, which is none; None where nothing is near."""
+    """The operation that was probably meant by the wrong ``text``; None without a similar one."""
     text = text.strip()
     if match := _LOOSE_TARGETED.fullmatch(text):
         inner = match[2] if _is_op(match[2]) else near_op(match[2])
@@ -95,7 +94,7 @@ def _is_op(text: str) -> bool:
 
 
 _PROBE = 10**15
-"""A micro-batch whose number no stage and no index has, so that it is found in a text."""
+"""A micro-batch whose number no stage and no index has: it can be found in a text."""
 
 _WITHOUT_DIGITS = MappingProxyType({ord(digit): None for digit in "0123456789"})
 
@@ -120,7 +119,7 @@ def op_texts(columns: Columns) -> list[str]:
 
 
 def _around_work_item(columns: Columns, row: int) -> tuple[str, str]:
-    """Return the text of a row before and after its work item; all of it before, without a work item."""
+    """Return the text of a row before and after its work item; without a work item, the whole text and nothing."""
     kind, stage, work_item, target_kind, index, axis = (
         int(columns.values[name][row]) for name in ("kind", "stage", "work_item", "target_kind", "index", "axis")
     )

@@ -1,8 +1,7 @@
 """Schedules in files: read from a file, or as programs in the plan, and written.
 
-A schedule in any format becomes rows of each pipeline rank with their source
-locations. A schedule of computations alone is lowered like a generated one;
-one with communication is used unchanged.
+A schedule in any format becomes rows of each pipeline rank with their source locations. A schedule of computations only
+is lowered like a generated one; a schedule with communication is used unchanged.
 """
 
 from __future__ import annotations
@@ -44,15 +43,12 @@ class ScheduleFormat(StrEnum):
 
 @dataclass(frozen=True)
 class ForeignSchedule:
-    """A schedule with the places that it was read from.
+    """A schedule with the source locations of its rows.
 
-    ``rows`` are by pipeline rank; a row's ``origin`` is a place in
-    ``origins``, and overlapped computations share a ``batch``. Where
-    ``computes_only`` is true all rows are computations, and what surrounds
-    them is for lowering to add; otherwise they are all that the ranks do,
-    peers and waits included. ``tensors`` and ``groups`` are those that a
-    program text declares, and its rows name. ``ends`` has for each rank the place
-    behind its last operation; None for programs that were made in Python.
+    ``rows`` are by pipeline rank; a row's ``origin`` is an index into ``origins``, and overlapped computations share a
+    ``batch``. If ``computes_only`` is true, all rows are computations, and lowering adds the rest; otherwise the rows
+    are everything that the ranks do, with peers and waits. ``tensors`` and ``groups`` are declared in the program text.
+    ``ends`` has for each rank the location behind its last operation; None for programs that were made in Python.
     """
 
     rows: tuple[tuple[Row, ...], ...]
@@ -64,7 +60,7 @@ class ForeignSchedule:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The computations of each pipeline rank, in order, and which of them overlap."""
+        """The computations of each pipeline rank, in order, and the overlapped pairs."""
         computations = [[row for row in rows if row.op.kind in COMPUTE_KINDS] for rows in self.rows]
         pairs = tuple(
             frozenset(
@@ -89,7 +85,7 @@ class ForeignSchedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step: one more than the largest that is computed."""
+        """Micro-batches of a step: one more than the largest micro-batch number."""
         return 1 + max((op.micro_batch or 0 for program in self.programs for op in program), default=-1)
 
     def missing_place(self, rank: int) -> Location | None:
@@ -128,7 +124,7 @@ def read_schedule(text: str, file: str, expected: Expected, *, format: str = Sch
 
 
 def require_attributes_kept(schedule: ForeignSchedule) -> None:
-    """Refuse attributes of rows that lowering replaces by its own, so that none is ignored.
+    """Refuse attributes of rows that lowering would replace by its own: no attribute is ignored.
 
     Raises:
         ScheduleFileError: PP133, at their rows.
@@ -193,7 +189,7 @@ def _as_given(
     tensors: tuple[TensorSpec, ...] = (),
     groups: tuple[Group, ...] = (),
 ) -> ForeignSchedule:
-    """The schedule whose rows are all there, but for peers."""
+    """The schedule whose rows are complete except for peers."""
     check_fit(raw, expected, findings)
     findings.raise_any()
     rows = with_peers(raw.rows, raw.origins, findings)
@@ -207,7 +203,7 @@ def _from_csv(
 ) -> ForeignSchedule:
     other = next((row for rows in raw.rows for row in rows if row.op.kind not in COMPUTE_KINDS), None)
     if other is not None and form is ScheduleFormat.CSV:
-        message = f"{other.op} is no computation, and `format: csv` has only these"
+        message = f"{other.op} is not a computation, and `format: csv` has only computations"
         findings.add(WRONG_FORMAT, raw.place(other), message, "use `format: csv-comms`")
     computes_only = other is None and form is not ScheduleFormat.CSV_COMMS
     for location in () if computes_only else idle:
@@ -228,7 +224,7 @@ def _from_csv(
 
 
 def _refuse_unknown(text: str, file: str, findings: Findings) -> None:
-    """PP137 for a text that begins like no format."""
+    """PP137 for a text of an unknown format."""
     lines = enumerate(LINE_BREAK.split(text), start=1)
     number, line = next((number, line) for number, line in lines if line.strip())
     location = Location(file, number, 1, len(line))
@@ -257,7 +253,7 @@ def write_schedule(schedule: Schedule, format: str) -> str:
     """The computations of a schedule as a file.
 
     Raises:
-        InexpressibleError: the format cannot express something that the schedule has.
+        InexpressibleError: the format cannot express a part of the schedule.
     """
     rows = [_numbered(schedule.rows(rank)) for rank in range(len(schedule.programs))]
     return _WRITERS[ScheduleFormat(format)](rows)
@@ -275,7 +271,7 @@ def convert_schedule(foreign: ForeignSchedule, format: str, *, only_computations
     """A schedule that was read, in another format or the same; ``only_computations`` leaves everything else out.
 
     Raises:
-        ScheduleFileError: PP141 at its place, the format cannot express something that the schedule has.
+        ScheduleFileError: PP141 at its location, the format cannot express a part of the schedule.
     """
     try:
         return _converted(foreign, ScheduleFormat(format), only_computations=only_computations)

@@ -34,7 +34,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class RawSchedule:
-    """Rows of each pipeline rank as they were read, the places that they have and end at, and that of the whole."""
+    """Rows of each pipeline rank from a file, with their locations, the ends of the ranks, and the file's location."""
 
     rows: Sequence[Sequence[Row]]
     origins: Sequence[Location]
@@ -46,7 +46,7 @@ class RawSchedule:
         return row.place(self.origins)
 
     def of_stages(self) -> Iterator[tuple[int, Row]]:
-        """Rank and row of all that belongs to a stage in its own right."""
+        """Rank and row of all operations that belong to a stage themselves."""
         return ((rank, row) for rank, rows in enumerate(self.rows) for row in rows if row.op.kind not in TARGET_KINDS)
 
     def first_of_stages(self) -> list[tuple[tuple[int, int], Row]]:
@@ -60,7 +60,7 @@ class RawSchedule:
 
 
 def check_fit(schedule: RawSchedule, expected: Expected, findings: Findings) -> None:
-    """Add what does not fit; stages and micro-batches are looked at only where the ranks are right."""
+    """Add findings; stages and micro-batches are only checked if the ranks are right."""
     _check_ranks(schedule, expected, findings)
     if not findings.found:
         _check_micro_batches(schedule, expected, findings)
@@ -177,9 +177,9 @@ def _wrong_count(schedule: RawSchedule, actual: int, wanted: int, findings: Find
 
 
 def _holders_of_stages(schedule: RawSchedule, expected: Expected) -> dict[int, tuple[int, ...]]:
-    """The ranks of each stage: as the plan places it, copies included, else the one that computes most of it.
+    """The ranks of each stage: as the plan places it, with copies, else the rank that computes most of it.
 
-    Where nothing is placed and copies are taken, all that compute it.
+    Without a placement and with copies, all ranks that compute it.
     """
     if expected.placement is not None:
         placed: dict[int, tuple[int, ...]] = {}

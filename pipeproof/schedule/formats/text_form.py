@@ -1,4 +1,4 @@
-"""Programs of all ranks as text: every row with its attributes, read strictly and written so that it reads the same.
+"""Programs of all ranks as text: every row with its attributes, read strictly; written text reads back the same.
 
 EBNF::
 
@@ -132,9 +132,9 @@ def _parts(text: str) -> tuple[TensorPart, ...]:
     """The parts of a packed message: a string with the JSON of their members, types, placements, dims and shapes."""
     parsed = decode_json(unquoted(text))
     if not isinstance(parsed, list) or not all(isinstance(part, list) and len(part) == _NUM_FIELDS for part in parsed):
-        raise ValueError(f"{shortened(text)} is no list of parts")
+        raise ValueError(f"{shortened(text)} is not a list of parts")
     if not all(isinstance(value, str) for part in parsed for value in part):
-        raise ValueError(f"{shortened(text)} has a value that is no string")
+        raise ValueError(f"{shortened(text)} has a value that is not a string")
     return tuple(
         TensorPart(member, to_shape(shape), dtype, _placement(placement), dims, index)
         for index, (member, dtype, placement, dims, shape) in enumerate(parsed)
@@ -197,7 +197,7 @@ _WITH_PEER = TRANSFER_KINDS | {OpKind.BROADCAST}
 
 @dataclass(frozen=True, slots=True)
 class ProgramFile:
-    """Programs read from a text: rows of each rank, whose ``origin`` is a place in ``origins``.
+    """Programs read from a text: rows of each rank, whose ``origin`` is an index into ``origins``.
 
     ``ends`` has for each rank the place behind its last row.
     """
@@ -214,13 +214,13 @@ class ProgramFile:
 
 
 def looks_like_program(text: str) -> bool:
-    """Return True if the first line that is no comment begins as a line of the text form."""
+    """Return True if the first line after comments begins like a line of the text form."""
     first = next((words for line in LINE_BREAK.split(text) if (words := line.split()) and words[0][0] != "#"), None)
     return first is not None and first[0] in _WORDS
 
 
 def parse_program(text: str, file: str = "<program>") -> ProgramFile:
-    """Read a program text; ``file`` is the name for places.
+    """Read a program text; ``file`` is its name in locations.
 
     Raises:
         ScheduleFileError: everything found wrong: PP131 (no ranks at all), PP132 (operations), PP133 (lines and
@@ -234,7 +234,7 @@ def parse_program(text: str, file: str = "<program>") -> ProgramFile:
 
 
 def read_program(text: str, file: str) -> ProgramFile:
-    """The same with transfers that have no peer left as they are.
+    """Read a program text, and keep transfers without a peer unchanged.
 
     Raises:
         ScheduleFileError: everything found wrong: PP131 (no ranks at all), PP132 (operations), PP133 (lines and
@@ -271,7 +271,7 @@ def format_rows(
 
 
 class _Reader:
-    """Reads line by line; what names something that may come later is looked at in the end."""
+    """Reads line by line; references to later lines are checked at the end."""
 
     def __init__(self, start: Location) -> None:
         self._start = start
@@ -303,7 +303,7 @@ class _Reader:
             near = nearest_name(word, _WORDS)
             fix = f"did you mean `{near} ...:`?" if near else "lines begin with `rank 0:`, `tensor NAME:`, `group tp:`"
             whole = line.part(start, start + len(text))
-            self._bad(whole, f"`{shortened(text)}` is no line of a program", fix)
+            self._bad(whole, f"`{shortened(text)}` is not a line of a program", fix)
 
     def finish(self) -> ProgramFile:
         """The program that was read."""
@@ -352,7 +352,7 @@ class _Reader:
             fields = self._fields(text.part(*match.span(2))) if match[2] else {}
             if op is not None:
                 if "peer" in fields and op.kind not in _WITH_PEER:
-                    self._bad(word, f"{op} has a peer, and is no transfer or broadcast", "remove `peer`")
+                    self._bad(word, f"{op} has a peer, and is not a transfer or broadcast", "remove `peer`")
                 if "tensor" in fields and "stop" not in fields and op.kind not in META_KINDS:
                     self._whole.append((len(self._ranks) - 1, len(self._ranks[-1])))
                 self._ranks[-1].append(Row(op, origin=len(self._origins), **fields))
@@ -370,7 +370,7 @@ class _Reader:
         return fields
 
     def _check_references(self) -> None:
-        """PP133 for ranks, tensors and groups that there are not."""
+        """PP133 for unknown ranks, tensors and groups."""
         for key, value, word in self._references:
             what = "rank" if key == "peer" else key
             count = self._num_declared[what]

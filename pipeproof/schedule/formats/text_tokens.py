@@ -30,7 +30,7 @@ _ATTRIBUTE = re.compile(r'([A-Za-z_]+)=((?:"(?:[^"\\]|\\.)*"|[^\s{}"])+)')
 
 
 def quoted(name: str) -> str:
-    """A name as it is written in a file: bare where that is unmistakable, else as a JSON string."""
+    """A name as it is written in a file: bare if this is unambiguous, else as a JSON string."""
     return name if _BARE.fullmatch(name) else json.dumps(name)
 
 
@@ -53,7 +53,7 @@ def to_number(text: str) -> int:
     """A decimal number without sign or leading zeros.
 
     Raises:
-        ValueError: ``text`` is none, or above ``MAX_INTEGER``.
+        ValueError: ``text`` is not a number, or above ``MAX_INTEGER``.
     """
     if not _NUMBER.fullmatch(text) or len(text) > len(str(MAX_INTEGER)) or int(text) > MAX_INTEGER:
         raise ValueError(f"{text!r} is not a number")
@@ -76,7 +76,7 @@ def to_range(text: str) -> tuple[int, int]:
     """``0..8``: from the first to before the last.
 
     Raises:
-        ValueError: ``text`` is no such range.
+        ValueError: ``text`` is not such a range.
     """
     match = _RANGE.fullmatch(text)
     if match is None or to_number(match[1]) > to_number(match[2]):
@@ -100,8 +100,8 @@ def attributes(
 ) -> Iterator[tuple[str, object, Placed]]:
     """Key, value and the place of each attribute in ``text``.
 
-    ``readers`` gives for each key what reads its value and an example. Anything
-    else, and a key that comes twice, is a finding (PP133).
+    ``readers`` has for each key the function that reads its value, and an example. Anything else, and a repeated key,
+    is a finding (PP133).
     """
     seen: set[str] = set()
     offset = 0
@@ -196,7 +196,7 @@ def to_shape(text: str) -> tuple[int, ...]:
     """``4x8``; ``()`` is the shape of a scalar.
 
     Raises:
-        ValueError: ``text`` is no shape.
+        ValueError: ``text`` is not a shape.
     """
     return () if text == "()" else tuple(to_number(size) for size in text.split("x"))
 
@@ -206,10 +206,8 @@ def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "()"
 
 
-# Text with its place in a file, and the findings that are collected while a schedule is read.
-#
-# A reader continues after the first mistake, so that a person sees all of them
-# at once; misread parts are left out.
+# Text with its place in a file, and the findings that are collected while a schedule is read. A reader continues after
+# the first mistake and shows all mistakes at once; misread parts are left out.
 
 
 MOST_FINDINGS = 50
@@ -305,7 +303,7 @@ def _ranks_of(
 def with_peers(
     rows_by_rank: Sequence[Sequence[Row]], origins: Sequence[Location], findings: Findings
 ) -> tuple[tuple[Row, ...], ...]:
-    """The rows with a peer for every transfer that has none; where that is not one other rank, a finding (PP138)."""
+    """The rows with a peer for every transfer without one; if that is not exactly one other rank, a finding (PP138)."""
     holders_of = holders(rows_by_rank)
     work = _ranks_of(rows_by_rank, COMPUTE_KINDS, lambda op: (op.stage, op.micro_batch, op.split))
 

@@ -4,11 +4,9 @@
 (``torch/distributed/pipelining/schedules.py``) takes the actions of a rank one
 by one:
 
-- SEND and RECV post their tensors and return. Each action goes through
-  ``_batch_p2p`` alone, which posts sends alone and receives alone one after
-  another without a group call: no two transfers are in one batch. All of them
-  use the group of the pipeline, both directions alike: one channel from each
-  rank to each other.
+- SEND and RECV post their tensors and return. Each action goes through ``_batch_p2p`` alone, which posts sends alone
+  and receives alone one after another without a group call: no two transfers are in one batch. All of them use the
+  group of the pipeline, in both directions: one channel from each rank to each other.
 - F waits for its RECV_F just before it runs, B and I for their RECV_B, unless
   the neighbouring stage is on the same rank, which hands the tensor over.
 - UNSHARD begins to gather a stage's weights concurrently with computation; the
@@ -31,7 +29,7 @@ from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, Op
 from pipeproof.schedule.programs import input_of
 
 COMMUNICATOR = "pp"
-"""The communicator of all transfers: that of the pipeline's group."""
+"""The communicator of all transfers, for the pipeline's group."""
 
 WEIGHTS_QUEUE = "unshard"
 """The queue on which sharded weights are gathered."""
@@ -105,5 +103,5 @@ def _other(action: Row, rank: _Rank) -> Iterator[Row]:
 
 
 def _wait_before_gathering(stage: int, origin: int) -> Row:
-    """Holds later gathering, that of the next step too, until the weights were resharded."""
+    """Delays later gathering, also in the next step, until the weights were resharded."""
     return Row(wait_for(Op(OpKind.RESHARD, stage)), queue=WEIGHTS_QUEUE, origin=origin)

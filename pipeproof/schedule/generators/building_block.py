@@ -1,24 +1,19 @@
 """Schedules with a limit on memory: the way of one micro-batch, the building block, repeated every six slots.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
-Stages lie in a V: rank ``r`` has stages ``r`` and ``2p - 1 - r``. A micro-batch
-passes each rank four times: its forwards go down the ranks and back up, then
-its input gradients (I) go down and back up. These are the 4p *places* of its
-way. A slot is the time of one F, I or W; a rank has six to run for each
-micro-batch, so a block begins every six slots, and how long it lies between F
-and W is how much memory it takes.
+Stages lie in a V: rank ``r`` has stages ``r`` and ``2p - 1 - r``. A micro-batch passes each rank four times: its
+forwards go down the ranks and back up, then its input gradients (I) go down and back up. These are the 4p *places* of
+its way. A slot is the time of one F, I or W; a rank runs six of them for each micro-batch, so a block begins every six
+slots. The time between F and W determines its memory.
 
-The paper repeats a block, squeezes the result and reorders both its ends
-greedily. Here everything follows from rank p - 1, which each way down reaches
-last. It runs the forwards of ``num_ahead`` micro-batches, as many as memory
-takes. In slot 3p - 1, before which no I can be there, it begins cycles that have no gap:
-cycle ``k`` is I of micro-batch ``k`` in slot ``3p - 1 + 6k``, then the I on
-its way up, two W, and in the last two slots both forwards of micro-batch ``k + num_ahead``.
-Counted from there, each micro-batch has at each place a first slot, the one
-that its block gives it, and a due slot, from which it is still in time at rank
-p - 1. Of what is there and not before its first slot, a rank runs what is due
-soonest, or else its oldest W. Once a rank has no forwards left to keep memory
-for, first slots count no more.
+The paper repeats a block, squeezes the result and reorders both its ends greedily. Here everything follows from rank p
+- 1, which each way down reaches last. It runs the forwards of ``num_ahead`` micro-batches, as many as fit in memory. In
+slot 3p - 1, before which no I can arrive, it begins cycles without a gap: cycle ``k`` is I of micro-batch ``k`` in slot
+``3p - 1 + 6k``, then the I on its way up, two W, and in the last two slots both forwards of micro-batch ``k +
+num_ahead``. Counted from there, each micro-batch has at each place a first slot, from its block, and a due slot, from
+which it is still in time at rank p - 1. Among arrived operations that have reached their first slot, a rank runs the
+one that is due first, or else its oldest W. Once a rank has no forwards left to keep memory for, first slots no longer
+count.
 
 *Nothing can be shorter.* Let F, I and W take one slot each and transfers
 nothing, and let C = 2 num_ahead <= 2p be the most chunk activations that a
@@ -49,11 +44,10 @@ _CYCLE = 6
 
 @dataclass(frozen=True, slots=True)
 class BuildingBlock:
-    """When a micro-batch is at each place of its way.
+    """The slots of a micro-batch at each place of its way.
 
-    No two micro-batches are given one slot of a rank if ``hop`` and ``turn`` are
-    both 1 or both 2. There is time for the way from rank p - 1 to rank 0 and
-    back if ``3 num_ahead >= p + 2`` (``hop`` 1) or ``2 num_ahead >= p + 1`` (``hop`` 2).
+    No two micro-batches get one slot of a rank if ``hop`` and ``turn`` are both 1 or both 2. There is time for the way
+    from rank p - 1 to rank 0 and back if ``3 num_ahead >= p + 2`` (``hop`` 1) or ``2 num_ahead >= p + 1`` (``hop`` 2).
     """
 
     num_ranks: int
@@ -119,7 +113,7 @@ def repeated(block: BuildingBlock, num_micro_batches: int) -> Schedule:
 class _Way:
     """One of the four ways on which micro-batches pass a rank; lists are by micro-batch.
 
-    ``weights`` are the W that its operations leave behind, none if these are forwards.
+    ``weights`` are the W that its operations leave for later, none for forwards.
     """
 
     place: int
@@ -131,7 +125,7 @@ class _Way:
 class _Rank:
     """One rank while its program is written.
 
-    Through place ``k`` are ``num_done[k + 1]`` micro-batches, so that ``num_done[k]`` have come there.
+    ``num_done[k + 1]`` micro-batches are through place ``k``, and ``num_done[k]`` have arrived there.
     """
 
     def __init__(self, rank: int, block: BuildingBlock, num_micro_batches: int) -> None:
@@ -148,7 +142,7 @@ class _Rank:
         self._is_memory_short = num_micro_batches > block.num_ahead
 
     def choose(self, slot: int, num_done: list[int]) -> _Way | None:
-        """Of what may run in this slot, the one that is due first."""
+        """The operation that may run in this slot and is due first."""
         chosen, chosen_due = None, 0
         keeps_memory = self._is_memory_short and self._num_forwards_left > 0
         for way in self._ways:

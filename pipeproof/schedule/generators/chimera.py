@@ -2,10 +2,11 @@
 
 Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines",
 arXiv:2107.06925, bidirectional pipelines with direct concatenation. Every stage has two copies: on rank ``s`` for
-micro-batches that enter at rank 0, on rank ``p - 1 - s`` for those that enter at rank ``p - 1``. Micro-batches go in
-units of ``p``; the first half of a unit enters at rank 0. A last unit of fewer is halved too, the odd one at rank 0.
+micro-batches that enter at rank 0, on rank ``p - 1 - s`` for micro-batches that enter at rank ``p - 1``. Micro-batches
+go in units of ``p``; the first half of a unit enters at rank 0. A smaller last unit is halved too, with the odd
+micro-batch at rank 0.
 
-The order is that of equal slots for forwards and backwards. Each direction takes in a micro-batch every other slot,
+The order follows from equal slots for forwards and backwards. Each direction takes in a micro-batch every other slot,
 the two directions fall into slots of different parity on every rank because ``p`` is even, and a unit fills ``2p``
 slots of every rank without a gap, so the next one begins ``2p`` slots later.
 

@@ -1,13 +1,13 @@
 """DualPipe: micro-batches enter at both ends, forwards of one direction overlap with backwards of the other.
 
-DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.2.1; the order is that of ``dualpipe/dualpipe.py`` in
-deepseek-ai/DualPipe. Every stage has two copies: stage ``s`` is on rank ``s`` for the first half of the
-micro-batches, which enter at rank 0, and on rank ``p - 1 - s`` for the second half, which enter at rank ``p - 1``.
+DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.2.1; the order comes from ``dualpipe/dualpipe.py`` in
+deepseek-ai/DualPipe. Every stage has two copies: stage ``s`` is on rank ``s`` for the first half of the micro-batches,
+which enter at rank 0, and on rank ``p - 1 - s`` for the second half, which enter at rank ``p - 1``.
 
 Ranks ``r`` and ``p - 1 - r`` do the same at the same time, each for its own direction. So DualPipe is DualPipeV
-(``dualpipe_v``) of half the ranks and half the micro-batches, unfolded: what a rank there does on its way back, the
-opposite rank does here for the other direction. Without latency both run in the same time, so formula, conditions
-and peaks (``p + 1`` chunk activations on every rank) are those of DualPipeV.
+(``dualpipe_v``) of half the ranks and half the micro-batches, unfolded: the opposite rank does here for the other
+direction what a rank there does on its way back. Without latency both run in the same time, with DualPipeV's formula,
+conditions and peaks (``p + 1`` chunk activations on every rank).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError
 
 
 def dualpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """One program per pipeline rank ``r``, with the places of its overlapped pairs; stages ``r`` and ``p - 1 - r``.
+    """One program per pipeline rank ``r``, with the positions of its overlapped pairs; stages ``r`` and ``p - 1 - r``.
 
     Raises:
         UnfitSizesError: an odd number of ranks, an odd number of micro-batches, or fewer than ``2p`` of these.
@@ -61,7 +61,7 @@ def _check_sizes(num_ranks: int, num_micro_batches: int) -> None:
 
 
 def _odd_ranks(num_ranks: int, num_micro_batches: int) -> UnfitSizesError:
-    """The refusal of an odd number of ranks, with even ones that these micro-batches suit, if any do."""
+    """The refusal of an odd number of ranks, with even numbers that fit these micro-batches, if any do."""
     message = f"DualPipe pairs each rank with the one opposite, and {num_ranks} ranks are odd"
     if num_micro_batches % 2 or num_micro_batches < 4:
         ranks = max(2, num_ranks - 1)

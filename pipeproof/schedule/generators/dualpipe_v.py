@@ -25,7 +25,7 @@ _OUT, _BACK = 0, 1
 
 
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """One program per pipeline rank, with the places of its overlapped pairs; two stages a rank.
+    """One program per pipeline rank, with the positions of its overlapped pairs; two stages per rank.
 
     Every rank holds at most ``2p + 1`` chunk activations, for any times, freed at I or at W.
 

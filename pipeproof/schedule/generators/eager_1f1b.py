@@ -1,12 +1,9 @@
-"""Eager 1F1B: 1F1B with a warm-up twice as long, so that transfers hide behind computation.
+"""Eager 1F1B: 1F1B with a warm-up twice as long, which hides transfers behind computation.
 
-Zhuang et al., "On Optimizing the Communication of Model Parallelism",
-arXiv:2211.05322, section 4. Each rank runs one more forward for every rank
-behind it, so that a micro-batch may take one whole round (a forward and a
-backward) for each hop and back: with ``2c <= tf + tb`` no rank waits for
-a transfer of ``c`` in the steady phase, for the price of up to ``p - 1`` more
-activations. Paddle's static pass ``Eager1F1B`` takes the same order where
-``m >= 2p - 1``.
+Zhuang et al., "On Optimizing the Communication of Model Parallelism", arXiv:2211.05322, section 4. Each rank runs one
+more forward for every rank behind it. A micro-batch may then take one whole round (a forward and a backward) for each
+hop and back: with ``2c <= tf + tb`` no rank waits for a transfer of ``c`` in the steady phase, at the price of up to
+``p - 1`` more activations. Paddle's static pass ``Eager1F1B`` takes the same order where ``m >= 2p - 1``.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from pipeproof.schedule.programs import Schedule
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """One program per pipeline rank: ``F0 .. F(m-1) B0 .. B(m-1)``.
 
-    Backward runs in index order too, so that every weight gradient
-    accumulates in index order (the order of the single-process reference).
+    Backward runs in index order too, and every weight gradient accumulates in index order (the order of the
+    single-process reference).
     """
     return Schedule(
         tuple(

@@ -1,16 +1,13 @@
 """Interleaved 1F1B: each rank holds several stages (chunks) and alternates between them.
 
-Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", arXiv:2104.04473, section 2.2, where the
-micro-batches divide by the ranks: ``p`` of them go through a chunk before the
-next one begins. Tools differ in what they do with other numbers, each in
-its own variant. With ``m = n p`` micro-batches
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv:2104.04473,
+section 2.2, where the micro-batches divide by the ranks: ``p`` of them go through a chunk before the next chunk begins.
+For other numbers each tool has its own variant. With ``m = n p`` micro-batches
 
 - ``torch``, ``megatron`` (groups of ``p``) and ``fleet`` are equal for every ``n``;
 - ``fleet_balanced`` is equal to them for ``n >= 2``;
-- ``fleet_fthenb`` exists for ``n = 1`` alone. There it, ``fleet_balanced`` and
-  the others take the forwards in one order and the backwards in one order, and
-  differ in their warm-up: all forwards, ``(v - 1) p + (p - 1 - r)`` and
+- ``fleet_fthenb`` exists only for ``n = 1``. There it, ``fleet_balanced`` and the others have the same order of
+  forwards and the same order of backwards, and differ in their warm-up: all forwards, ``(v - 1) p + (p - 1 - r)`` and
   ``(v - 1) p + 2 (p - 1 - r)`` of them.
 """
 
@@ -41,9 +38,9 @@ def interleaved(
 ) -> Schedule:
     """One program per pipeline rank; stage ``c * p + r`` is chunk ``c`` of rank ``r``.
 
-    ``group_size`` is how many micro-batches go through a chunk at a time, in
-    ``megatron`` only; the others derive it. So is that a forward ``overlaps`` the
-    backward after it: its combined 1F1B.
+    ``group_size`` is the number of micro-batches that go through a chunk at a time, in ``megatron`` only; the others
+    derive it. ``overlaps`` is also for ``megatron`` only: a forward overlaps with the backward after it, its combined
+    1F1B.
 
     Raises:
         UnfitSizesError: the variant does not exist for these sizes; its help names the nearest that fit.
@@ -72,7 +69,7 @@ def interleaved(
             return fleet_fthenb(num_ranks, num_micro_batches, num_chunks)
         case "fleet_balanced":
             return fleet_balanced(num_ranks, num_micro_batches, num_chunks)
-    raise ValueError(f"{variant!r} is no variant of interleaved 1F1B; there are {', '.join(VARIANTS)}")
+    raise ValueError(f"{variant!r} is not a variant of interleaved 1F1B; there are {', '.join(VARIANTS)}")
 
 
 def interleaved_torch(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
@@ -150,9 +147,8 @@ def _check_group_size(num_ranks: int, num_micro_batches: int, size: int) -> None
 def fleet(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
     """``PipelineParallelWithInterleave``: a first group of ``p + m % p`` micro-batches (its ``first_chunk_acc``).
 
-    The groups after it have ``p``. Rank ``r`` begins with
-    ``(v - 1) (p + m % p) + 2 (p - 1 - r)`` forwards. With ``m = p`` Fleet runs
-    another class; its rule gives there what PyTorch and Megatron-Core do.
+    The groups after it have ``p``. Rank ``r`` begins with ``(v - 1) (p + m % p) + 2 (p - 1 - r)`` forwards. With
+    ``m = p`` Fleet runs another class; this rule then gives the order of PyTorch and Megatron-Core.
 
     Raises:
         UnfitSizesError: fewer micro-batches than ranks, or between ``p`` and ``2p``.
@@ -218,12 +214,11 @@ def _group_sizes(num_ranks: int, num_micro_batches: int) -> list[int]:
 
 
 def _last_chunk_ahead(num_ranks: int, group_sizes: Sequence[int], num_chunks: int) -> list[ChunkStep]:
-    """The order of backwards in which those of the last chunk keep pace with its forwards on the last rank.
+    """The order of backwards in which the last chunk's backwards keep pace with its forwards on the last rank.
 
-    That rank has run ``v - 1`` chunks of the first group, ``p + m % p``
-    micro-batches, when it begins its first backward: the last chunk of group
-    ``k >= 1`` is due at place ``m % p + k v p`` among the backwards. Those of
-    other chunks fill the places between in their order.
+    That rank has run ``v - 1`` chunks of the first group, ``p + m % p`` micro-batches, when it begins its first
+    backward: the last chunk of group ``k >= 1`` is due at position ``m % p + k v p`` among the backwards. Other chunks
+    fill the positions between, in order.
     """
     last = num_chunks - 1
     chunk_steps = from_the_last_chunk(order_of_groups(group_sizes, num_chunks), num_chunks)

@@ -1,25 +1,19 @@
-"""One way through a workload: every rank always begins what a rule prefers among what it could begin.
+"""One schedule of a workload: every rank always begins the operation that a rule prefers among the possible ones.
 
 The engines of ``sim`` cannot be called: they time a given order of operations,
 and here times decide the order.
 
-The rule is asked whenever a rank is free and something may have changed. Time
-goes forward from event to event, so the cost is linear in operations (times
-the stages of a rank). Nothing is ever taken back, and it always comes to the end:
+The rule is asked whenever a rank is free and something may have changed. Time goes forward from event to event, so the
+cost is linear in operations (times the stages of a rank). No choice is ever undone, and the run always reaches the end:
 
-*Why memory never locks.* A forward takes a place in its rank's memory, which
-only the W of the same stage and micro-batch gives back. On each stage,
-micro-batches come in index order. Let K be the oldest micro-batch of the
-whole pipeline with a forward that has not begun. All older ones have no
-forwards left; their I and W need no memory and wait for nothing but each
-other, so they finish. On a rank with v stages, of which K still needs n, K
-holds v - n places. The micro-batches behind K hold at most ``limit - v``
-there, for a forward of a micro-batch *behind* the oldest that still needs its
-rank begins only within that bound, and as long as K needs the rank no older
-one counts as behind. So n places are free for K, and its next forward begins.
-The bound is the banker's algorithm for this case (what K needs is part of what
-any later micro-batch needs), so that no safe forward is refused either, but
-for what a rule keeps in ``reserve``.
+*Why memory never locks.* A forward takes a place in its rank's memory, which only the W of the same stage and
+micro-batch gives back. On each stage, micro-batches come in index order. Let K be the oldest micro-batch of the whole
+pipeline with a forward that has not begun. All older ones have no forwards left; their I and W need no memory and wait
+for nothing but each other, so they finish. If K still needs n of a rank's v stages, K holds v - n places there. The
+micro-batches behind K hold at most ``limit - v`` there, because a forward of a micro-batch *behind* the oldest that
+still needs its rank begins only within that bound, and as long as K needs the rank no older one counts as behind. So n
+places are free for K, and its next forward begins. The bound is the banker's algorithm for this case (the needs of K
+are part of any later micro-batch's needs). It refuses no safe forward either, except for the ``reserve`` of a rule.
 
 *Why waiting never locks.* A rank that waits (``patience``) waits for an
 arrival whose time is known, since its sender has begun.
@@ -54,20 +48,18 @@ class Weights(Enum):
     """When a W goes before a forward or an I."""
 
     WHEN_IDLE = auto()
-    """Never: it runs when there is nothing else."""
+    """Never: it runs only if nothing else can run."""
     WHEN_FULL = auto()
-    """When a forward is there that memory does not let begin."""
+    """When memory delays an available forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Preferences of a rank.
 
-    Of several stages, those of the oldest micro-batch go first, or, without
-    ``oldest_first``, the one nearest to the loss. A rank lets a W wait if
-    something else arrives within ``patience`` halves of that W's time.
-    ``reserve`` eighths of the memory that micro-batches behind the oldest may
-    take are not given to them.
+    Of several stages, the oldest micro-batch goes first or, without ``oldest_first``, the stage nearest to the loss. A
+    rank delays a W if something else arrives within ``patience`` halves of that W's time. Micro-batches behind the
+    oldest do not get ``reserve`` eighths of the memory that they could take.
     """
 
     priority: Priority
@@ -79,7 +71,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ListSchedule:
-    """The choices of each rank in order, and when the last one ends, in ticks."""
+    """The choices of each rank in order, and the end of the last one, in ticks."""
 
     choices: tuple[tuple[Choice, ...], ...]
     makespan: int
@@ -108,10 +100,10 @@ class Run:
         self._forwards = [0] * num_stages
         self._inputs = [0] * num_stages
         self._weights = [0] * num_stages
-        """Number of each that have begun, by stage."""
+        """Number of begun computations of each kind, by stage."""
         self._forward_arrivals: list[list[int]] = [[] for _ in range(num_stages)]
         self._input_arrivals: list[list[int]] = [[] for _ in range(num_stages)]
-        """When what the k-th of each needs is there, as far as that is known."""
+        """Arrival of the input of the k-th computation of each kind, as far as known."""
         self._forward_arrivals[0] = [0] * self._num_batches
         num_ranks = len(work.placement)
         self._free_at = [0] * num_ranks
@@ -157,7 +149,7 @@ class Run:
         return _W, weight
 
     def _forward(self, rank: int, now: int) -> tuple[int | None, bool, float]:
-        """The stage whose forward may begin; whether memory holds one back; when the next is there."""
+        """The stage whose forward may begin; whether memory delays a forward; the arrival of the next one."""
         chosen, oldest, is_blocked, soon = None, inf, False, inf
         for stage in reversed(self._stages[rank]):
             index, arrivals = self._forwards[stage], self._forward_arrivals[stage]
@@ -183,7 +175,7 @@ class Run:
         return behind < self._room_behind[rank]
 
     def _input(self, rank: int, now: int, soon: float) -> tuple[int | None, float]:
-        """The stage whose I may begin, and when the next forward or I is there."""
+        """The stage whose I may begin, and the arrival of the next forward or I."""
         chosen = None
         for stage in self._stages[rank] if self._rule.oldest_first else reversed(self._stages[rank]):
             index, arrivals = self._inputs[stage], self._input_arrivals[stage]

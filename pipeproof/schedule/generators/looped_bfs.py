@@ -1,12 +1,9 @@
 """Looped breadth-first: every stage of a rank takes all micro-batches before the next stage begins.
 
-Lamy-Poirier, "Breadth-First Pipeline Parallelism", arXiv:2211.05953. The order
-is that of PyTorch's ``ScheduleLoopedBFS`` (torch 2.13,
-``torch/distributed/pipelining/schedules.py``): backwards take the stages from
-the last and the micro-batches from the last too, so that a weight gradient
-accumulates in the reverse of index order. Weights of a stage are needed once
-for all forwards and once for all backwards, which is what sharded weights
-gain from it. All activations of the step are held at once.
+Lamy-Poirier, "Breadth-First Pipeline Parallelism", arXiv:2211.05953. It is the order of PyTorch's ``ScheduleLoopedBFS``
+(torch 2.13, ``torch/distributed/pipelining/schedules.py``): backwards take stages and micro-batches from the last, and
+a weight gradient accumulates in the reverse of index order. Weights of a stage are needed once for all forwards and
+once for all backwards, an advantage for sharded weights. All activations of the step are held at once.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ Narayanan et al., "PipeDream", arXiv:1806.03377 (the order), and
 Megatron-LM", arXiv:2104.04473 (with the flush at the end of the step, as here).
 
 With overlaps on one rank it is the combined 1F1B of Megatron-Core
-(``megatron/core/pipeline_parallel/combined_1f1b.py``, 2026): one more warm-up forward, so that the forward and the
+(``megatron/core/pipeline_parallel/combined_1f1b.py``, 2026): with one more warm-up forward, the forward and the
 backward of each later pair do not depend on each other. Megatron-Core has no order for several ranks with one stage
-each. A pair hands on both its outputs at its end, so that from a rank to the next one and back a micro-batch takes two
-pairs. Here each rank has two forwards more in its warm-up than the next one, and no rank waits for that way.
+each. A pair sends both its outputs at its end: a micro-batch takes two pairs from a rank to the next one and back. Here
+each rank has two forwards more in its warm-up than the next rank, and no rank waits for that way.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def order_of_groups(group_sizes: Iterable[int], num_chunks: int) -> list[ChunkSt
 
 
 def from_the_last_chunk(order: Iterable[ChunkStep], num_chunks: int) -> list[ChunkStep]:
-    """The same order of micro-batches, through the chunks from the last to the first: that of backwards."""
+    """The same order of micro-batches, through the chunks from the last to the first, as for backwards."""
     return [(num_chunks - 1 - chunk, batch) for chunk, batch in order]
 
 
@@ -64,11 +64,10 @@ def in_groups(
 ) -> Schedule:
     """The micro-batches go through the chunks in groups of these sizes.
 
-    The last rank begins with the forwards that the first group has before its
-    last chunk; each rank before it with ``warmup_per_hop`` more. ``backwards``
-    are in the order of the forwards, from the last chunk, where none is given.
-    If a forward ``overlaps`` the backward after it, each rank begins with one
-    forward more, so that the two do not depend on each other.
+    The last rank begins with the forwards that the first group has before its last chunk; each rank before it with
+    ``warmup_per_hop`` more. By default ``backwards`` are in the order of the forwards, from the last chunk. If a
+    forward ``overlaps`` the backward after it, each rank begins with one forward more: the two then do not depend on
+    each other.
     """
     forwards = order_of_groups(group_sizes, num_chunks)
     if backwards is None:
@@ -82,7 +81,7 @@ def in_groups(
 def round_robin(
     num_chunks: int, forwards: Sequence[ChunkStep], backwards: Sequence[ChunkStep], num_warmup: Sequence[int]
 ) -> Schedule:
-    """One program per rank; ``num_warmup`` has for each rank how many forwards come before the first backward.
+    """One program per rank; ``num_warmup`` has for each rank the number of forwards before the first backward.
 
     Chunk ``c`` of rank ``r`` is stage ``c * p + r``. A warm-up longer than all
     forwards is limited to them.

@@ -1,10 +1,8 @@
 """Seq1F1B: 1F1B over sequence splits, which follow each other through the pipeline.
 
-Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large
-Language Model Training", arXiv:2406.03488, section 3. Causal attention of a
-split reads keys and values of the splits before it, so that forwards of a
-micro-batch run from its first split to its last and backwards from the last to
-the first.
+Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model Training",
+arXiv:2406.03488, section 3. Causal attention of a split reads keys and values of the splits before it. So forwards of a
+micro-batch run from its first split to its last, and backwards from the last to the first.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The best schedule that constraint programming finds, with a bound that none can beat (the ``solve`` extra).
 
-The model is the workload of ``optimal``: a start for every
-forward, I and W; what each needs and its latency; one operation at a time on a
-rank; activations held from the start of F to the end of W. On each stage,
-operations of a kind run in index order, which costs nothing (``workload`` explains
-why) and takes away all schedules that differ only in the names of
-micro-batches. OR-tools' CP-SAT minimizes the makespan from the greedy schedule
-on. One worker, a fixed seed and a limit in deterministic time give the same
-schedule and the same bound in every run with the same OR-tools, proved or not.
+The model is the workload of ``optimal``: a start for every forward, I and W; what each needs and its latency; one
+operation at a time on a rank; activations held from the start of F to the end of W. On each stage, operations of a kind
+run in index order, which costs nothing (``workload`` explains why) and removes all schedules that differ only in the
+names of micro-batches. OR-tools' CP-SAT minimizes the makespan from the greedy schedule on. One worker, a fixed seed
+and a limit in deterministic time give the same schedule and the same bound in every run with the same OR-tools, proved
+or not.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _F, _I, _W = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 _KINDS = (_F, _I, _W)
 
 _MAX_TICKS = 2**45
-"""Longest schedule that is given to the solver, whose integers have 64 bits and which adds many of them."""
+"""Longest schedule for the solver, which adds many 64-bit integers."""
 
 
 SOLVER_MISSING = RuleDoc(
@@ -49,7 +47,7 @@ class SolverMissingError(BadPlanError):
 
 
 class UnfitHintError(ValueError):
-    """A schedule that is no solution cannot be begun with."""
+    """A schedule that is not a solution cannot be the hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ def solve(
     hint: Schedule | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Search for the shortest schedule; arguments are those of ``optimal``.
+    """Search for the shortest schedule; for the arguments see ``optimal``.
 
     ``time_limit_s`` is in the solver's deterministic seconds, which count its
     steps: one takes about one to ten seconds. The search begins with the greedy
@@ -102,9 +100,9 @@ def solve(
 
     Raises:
         SolverMissingError: OR-tools is not installed.
-        UnfitSizesError: as for ``optimal``; or the times have no common tick that is not tiny compared with them.
+        UnfitSizesError: see ``optimal``; or the common tick of the times is tiny compared with them.
         UnfitHintError: the hint is not of this work, cannot finish or does not fit in memory.
-        ValueError: as for ``optimal``.
+        ValueError: see ``optimal``.
     """
     started = time.perf_counter()
     cp_model = _cp_model()
@@ -193,7 +191,7 @@ class _Search:
         return self._schedule(solver.value), round(solver.best_objective_bound)
 
     def _add_operations(self, program: Program, hinted_starts: Sequence[Time]) -> None:
-        """Those of one rank, which runs one at a time."""
+        """Add the operations of one rank, which runs one at a time."""
         intervals = []
         for op, hinted_start in zip(program, hinted_starts, strict=True):
             duration = self._work.costs.of(op)
@@ -224,7 +222,7 @@ class _Search:
         self._model.add(self._starts[second] >= self._ends[first] + latency)
 
     def _add_memory(self, stages: Sequence[int], limit: int) -> None:
-        """No more than ``limit`` activations of one rank; on one stage that is an order, for all are in index order."""
+        """Allow at most ``limit`` activations on one rank; with one stage this is an order, because of index order."""
         num_batches = self._work.num_micro_batches
         for stage in stages:
             for index in range(limit, num_batches):
@@ -243,7 +241,7 @@ class _Search:
         return self._model.new_interval_var(self._starts[forward], length, self._ends[weight], f"life of {forward}")
 
     def _schedule(self, value: Callable[[Any], int]) -> Schedule:
-        """Programs in the order of time; where I and W take none, in the order of what they need."""
+        """Programs in the order of time; operations without duration in the order of their dependencies."""
 
         def order(op: Op) -> tuple[int, int, int, int, int]:
             assert op.micro_batch is not None

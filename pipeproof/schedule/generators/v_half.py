@@ -1,12 +1,10 @@
 """V-Half: stages in a V, in half of the memory of 1F1B.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
-Stage ``r`` is the chunk of rank ``r`` on the way down, stage ``2p - 1 - r`` the
-one on the way back up. On its ways down a micro-batch rests for one slot
-between two ranks. This slack costs memory, N = floor(p / 2) + 1 micro-batches of
-two chunk activations each, as in the paper, and lets F, I and W differ. Between
-the warm-up and the last forwards, F and I of every rank are in the order of the
-authors' own code (sail-sg/zero-bubble-pipeline-parallelism, ``zbv_greedy.py``).
+Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362. Stage ``r`` is the chunk of rank ``r`` on
+the way down, stage ``2p - 1 - r`` its chunk on the way back up. On its ways down a micro-batch rests for one slot
+between two ranks. This slack costs memory, N = floor(p / 2) + 1 micro-batches of two chunk activations each, as in the
+paper, and lets F, I and W differ. Between the warm-up and the last forwards, F and I of every rank are in the order of
+the authors' own code (sail-sg/zero-bubble-pipeline-parallelism, ``zbv_greedy.py``).
 
 All times are per chunk and the same for all stages. If tf = ti = tw = t and
 there is no latency, the makespan for m > N is (6m + 3p - 1 - 2N + max(0, 3p - 4N)) t;

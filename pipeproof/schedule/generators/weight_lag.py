@@ -1,11 +1,10 @@
 """The common form of zero-bubble schedules in one direction: weight gradients run some rounds behind.
 
-A rank runs in rounds. Each round has one forward, the input gradient (I) of an
-earlier forward and the weight gradient (W) of an earlier input gradient. Two
-numbers make the schedule: how many forwards go ahead of the first round, and
-how many rounds W stays behind I. Nothing on another rank waits for a W, so a
-rank near the end of the pipeline, which starts late, may keep its own for the
-time when the ranks before it still work on their last input gradients.
+A rank runs in rounds. Each round has one forward, the input gradient (I) of an earlier forward and the weight gradient
+(W) of an earlier input gradient. Two numbers define the schedule: the number of forwards before the first round, and
+the number of rounds by which W follows I. Nothing on another rank waits for a W, so a rank near the end of the
+pipeline, which starts late, may keep its own for the time when the ranks before it still work on their last input
+gradients.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Workload of one step: computations, integer times and the memory of each rank; the problem that ``optimal`` solves.
 
-Micro-batches are alike, so that on each stage the forwards, the I and the W
-may run in index order without loss: call the k-th that runs the one of
-micro-batch k. What the k-th needs on another stage is done by then, for at
-least k of those are, and how much a rank holds does not depend on names.
+Micro-batches are identical. So the forwards, the I and the W of each stage may run in index order without loss: name
+the k-th operation after micro-batch k. Its input on another stage is done by then, because at least k of those
+operations are done, and the memory of a rank does not depend on names.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.
 class Workload:
     """``num_micro_batches`` forwards, I and W of every stage, each stage on one rank.
 
-    Times are in ticks, by stage; ``latency`` is that of an edge between two
-    ranks. ``limits`` are the most chunk activations that each rank may hold,
-    from the start of F to the end of W.
+    Times are in ticks, by stage; ``latency`` is the latency of an edge between two ranks. ``limits`` are the most chunk
+    activations that each rank may hold, from the start of F to the end of W.
     """
 
     placement: tuple[tuple[int, ...], ...]
@@ -59,7 +57,7 @@ class Workload:
         return 3 * self.num_stages * self.num_micro_batches
 
     def edges(self) -> tuple[int, ...]:
-        """The latency between each stage and the next, 0 where one rank has both."""
+        """The latency between each stage and the next, 0 if one rank has both."""
         return tuple(self.latency if rank != following else 0 for rank, following in pairwise(self.rank_of))
 
     def busy(self, rank: int) -> int:
@@ -90,7 +88,7 @@ class Workload:
         return longest
 
     def in_units(self, ticks: int) -> Time:
-        """A time in the units of ``costs``: an integer where it is one."""
+        """A time in the units of ``costs``, as an integer if possible."""
         time = Fraction(ticks, self.ticks_per_unit)
         return time.numerator if time.denominator == 1 else time
 
@@ -98,7 +96,7 @@ class Workload:
 def make_workload(
     placement: Placement, num_micro_batches: int, costs: StageCosts, memory_limit: int | Sequence[int] | None = None
 ) -> Workload:
-    """The work of one step; ``memory_limit`` is of every rank, or one for each, and None is none.
+    """The work of one step; ``memory_limit`` is one number for all ranks, or one for each; None is unlimited.
 
     Raises:
         UnfitSizesError: a rank may not even hold one micro-batch of its stages, or a stage is on two ranks.

@@ -1,9 +1,8 @@
 """ZB-V: two stages per rank in a V, no rank idles, in the memory of 1F1B.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 6, in
-the order of PyTorch's ``ScheduleZBVZeroBubble``. Stage ``r`` is the chunk of rank
-``r`` on the way down, stage ``2p - 1 - r`` the one on the way back up, so that
-the loss is on rank 0, where forwards turn into backwards at once.
+Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 6, in the order of PyTorch's
+``ScheduleZBVZeroBubble``. Stage ``r`` is the chunk of rank ``r`` on the way down, stage ``2p - 1 - r`` its chunk on the
+way back up. So the loss is on rank 0, where forwards turn into backwards at once.
 
 All times are per chunk, the same for all, and there is no latency. If
 tf = ti = tw = t, the makespan is max(6m + p - 1, 4m + 4p - 2) t for any p and m; with
@@ -19,9 +18,9 @@ So the idle time never grows with m, but it does with the difference of the
 times: where W takes long, ZB-H1 on stages of twice the size is faster in the same memory (p = 4,
 m = 8, tf = ti = 1, tw = 10: 198 and not 213).
 
-With m < 2p - 1 the order is that of 2p - 1 micro-batches with the missing ones left
-out, as in PyTorch. It is valid but not the best: for m = 1 it takes 4p + 2 (p > 1), one more
-than the chain of forwards and backwards, because rank p - 1 runs W between its two I.
+For m < 2p - 1 the missing micro-batches are left out of the order for 2p - 1, as in PyTorch. It is valid but not the
+best: for m = 1 it takes 4p + 2 (p > 1), one more than the chain of forwards and backwards, because rank p - 1 runs W
+between its two I.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def _rank_program(rank: int, num_ranks: int, num_micro_batches: int) -> Program:
-    """Each stage runs each kind in index order, so that letters define the program; letters left over are dropped."""
+    """Each stage runs each kind in index order: letters define the program; letters left over are dropped."""
     ops = {
         letter: iter([Op(kind, stage, k) for k in range(num_micro_batches)])
         for letters, stage in (("FIW", rank), ("fiw", 2 * num_ranks - 1 - rank))
