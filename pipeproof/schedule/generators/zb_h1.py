@@ -11,10 +11,11 @@ m, the makespan is exactly the longest of three, with h = max(m, p)::
               h tf + (m + p - 1) ti + m tw
     (m + p - 1) tf + (m + p - 1) ti + max(1, m - p + 1) tw
 
-For m >= p that is m (tf + ti + tw) + (p - 1) max(tf, ti, tf + ti - tw), and rank ``r`` spans
-m (tf + ti + tw) + (p - 1 - r) max(ti, tf + ti - tw). The paper gives (p - 1) (tf + ti - tw) for the longest span, which
-is equal for tw <= tf. If tf is the shortest of the three, the bubble is (p - 1) ti, and no order is better in the same memory: the
-first input gradient reaches rank 0 at p tf + (p - 1) ti, and until then that rank may run p forwards and nothing else.
+For m >= p that is m (tf + ti + tw) + (p - 1) max(tf, ti, tf + ti - tw), and rank ``r`` spans m
+(tf + ti + tw) + (p - 1 - r) max(ti, tf + ti - tw). The paper gives (p - 1) (tf + ti - tw) for the longest span, which
+is equal for tw <= tf. If tf is the shortest of the three, the bubble is (p - 1) ti, and no order is better in the same
+memory: the first input gradient reaches rank 0 at p tf + (p - 1) ti, and until then that rank may run p forwards and
+nothing else.
 
 Paddle's static pass ``ZBH1`` (m >= p only) has F and I in the same order, but runs most backwards whole: the rank
 before then waits for their weight gradients too. The first ``r`` weight gradients of rank ``r`` run at the very end:

@@ -30,8 +30,8 @@ def zb_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
     """One program of F, I and W per pipeline rank; stage ``r`` is on rank ``r``.
 
     With m >= 2p - 1, every rank holds at most ``2p - 1`` activations if W frees them, and rank ``r`` at most ``2 (p - 1
-    - r) + 1`` if I does. With s = m - p from 0 to p - 1, those are ``p + min(p - 1 - r, s) + min(r, s)`` and ``p - r +
-    min(p - 1 - r, s)``; with fewer micro-batches, the numbers of ZB-H1.
+    - r) + 1`` if I does. With s = m - p from 0 to p - 1, those are ``p + min(p - 1 - r, s) + min(r,
+    s)`` and ``p - r + min(p - 1 - r, s)``; with fewer micro-batches, the numbers of ZB-H1.
     """
     spare = max(0, num_micro_batches - num_ranks)
     return Schedule(

@@ -75,9 +75,9 @@ class Pipeline:
         same_kwargs: names of arguments, or paths, whose whole value each micro-batch gets.
         check_inputs: whether each step compares digests of the arguments on all ranks. The host reads all of them.
         scale_grads: whether loss and gradients are means over the micro-batches; otherwise sums.
-        normalize: ``micro_batches``: see ``scale_grads``. ``tokens``: ``loss_fn`` returns a sum and its count, ``(sum,
-            count)`` or ``(sum, count, metrics)``; sums, gradients and counts are added over all micro-batches and data
-            ranks, then loss and gradients are divided by the total count.
+        normalize: ``micro_batches``: see ``scale_grads``. ``tokens``: ``loss_fn`` returns a sum and its count,
+            ``(sum, count)`` or ``(sum, count, metrics)``; sums, gradients and counts are added over all micro-batches
+            and data ranks, then loss and gradients are divided by the total count.
         loss_on: ``last``: only the rank of the last stage gets the loss of a step. ``all``: every rank gets it, in
             float32, or in float64 if weights are float64.
         check_finite: whether each output is tested for NaN and infinity; the host waits for each test.
