@@ -1,6 +1,6 @@
 """Reading ranges and regions of files, casts, and whole safetensors files with their SHA-256.
 
-All of a region is read, or an error names the file.
+A region is read completely, or an error names the file.
 
 Files are read and not memory-mapped: if a mapped file is cut short, or its disk fails, the system ends the whole
 process.
@@ -57,8 +57,8 @@ class RangeReader:
     Each file is opened at its first use. ``fix`` is the suggested fix for damaged files.
 
     Bytes that cannot be read straight into their destination are read into a scratch buffer of ``scratch_bytes``. The
-    buffer keeps them until the next such read, so that interleaved regions, such as queries and keys of a fused weight,
-    are read once.
+    buffer keeps them until the next such read: interleaved regions, such as queries and keys of a fused weight, are
+    read once.
     """
 
     def __init__(self, fix: str, scratch_bytes: int = SCRATCH_BYTES) -> None:
@@ -101,7 +101,7 @@ class RangeReader:
     ) -> None:
         """Copy a region, counted from the begin of the stored one, into ``out`` of its extents and any strides.
 
-        ``convert`` turns the array's elements into those of ``out``, where their types differ.
+        ``convert`` turns the array's elements into elements of ``out``, if their types differ.
 
         Raises:
             StateError: The file cannot be read, or is too short.
@@ -116,7 +116,7 @@ class RangeReader:
             out[...] = _converted(self._read_strided(array, region, 1, 1), convert)
             return
         row, max_elements = row_numels(array.extents)[dim], self._scratch.size // item
-        if stop - first == region.numel:  # no other region lies between, so that small blocks stay in a core's cache
+        if stop - first == region.numel:  # no other region lies between: small blocks stay in a core's cache
             max_elements = min(max_elements, SCRATCH_BYTES // item)
         begin, end = spanned_range(region.sliced(dim, 0, 1), array.extents)
         run, is_range = end - begin, end - begin == region.numel // region.extents[dim]
@@ -147,7 +147,7 @@ class RangeReader:
     def _read_enclosing(self, array: ByteRange, region: Region, dim: int) -> Bits:
         """Return a region of some indices of ``dim`` and one of each earlier dim.
 
-        All that the array has of these indices is read.
+        All elements of the array at these indices are read.
         """
         item, rows = array.dtype.itemsize, row_numels(array.extents)
         begin = sum(index * row for index, row in zip(region.offsets[: dim + 1], rows[: dim + 1], strict=True)) * item
@@ -220,7 +220,7 @@ def _floats(bits: Bits, dtype: str) -> Bits:
 def _bfloat16(bits: Bits) -> Bits:
     """Round float32 bits to bfloat16.
 
-    Half a unit in the last place is added, less one where that place is even, then the rest is cut off.
+    Half a unit in the last place is added, minus one if that place is even, then the rest is cut off.
     """
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
@@ -269,7 +269,7 @@ def read_file(path: Path) -> dict[str, ByteArray]:
     """Return all arrays of a file by name.
 
     Raises:
-        StateError: The file is missing, or is no safetensors file.
+        StateError: The file is missing, or is not a safetensors file.
     """
     header = read_header(path)
     content = np.empty(header.size_bytes, np.uint8)
@@ -310,7 +310,7 @@ def _require_header(path: Path, file: ShardFile, tensors: Mapping[str, TensorEnt
 
 
 def require_sha256(path: Path, sha256: str, fix: str, on_block: Callable[[], None] = lambda: None) -> None:
-    """Refuse a file whose SHA-256 is not that of the index; ``on_block`` is as in ``digest_of``.
+    """Refuse a file whose SHA-256 differs from the index; for ``on_block`` see ``digest_of``.
 
     Raises:
         StateError: The SHA-256 differs, or the file cannot be read.

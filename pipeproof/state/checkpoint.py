@@ -33,7 +33,7 @@ FIX = "copy the checkpoint again from where it was saved, or name another one"
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """A shard and its holder: the rank that has or wrote it, where that is known, or else a file.
+    """A shard and its holder: the rank that has or wrote it, if known, or else a file.
 
     ``start`` is the byte of the file where its first element is.
     """
@@ -65,13 +65,13 @@ class Checkpoint:
     """Whole tensors by name."""
     shards: ShardsByTensor
     files: Mapping[Path, ShardFile | None]
-    """All files, each with its entry in the index, where there is one."""
+    """All files, each with its entry in the index, if any."""
     index: StateIndex | None
-    """Index of a state; of a merged file the one in its provenance file, if it has the file's tensors."""
+    """Index of a state; for a merged file the index in its provenance file, if it has the file's tensors."""
     others: tuple[str, ...] = ()
-    """Names of what is stored next to the tensors of model and optimizer, such as learning rates and RNG states."""
+    """Names of other stored objects than tensors of model and optimizer, such as learning rates and RNG states."""
     crcs: Mapping[HeldShard, int] = field(default_factory=lambda: MappingProxyType({}))
-    """CRC-32 of the content of each shard, where its file has one; -1 where it covers more than the shard."""
+    """CRC-32 of the content of each shard, if its file has one; -1 if it covers more than the shard."""
 
     def has_sha256(self, file: Path) -> bool:
         """Return True if an index has a SHA-256 to compare the content of a file with."""
@@ -101,9 +101,9 @@ class CheckpointReader:
         out: Bits,
         convert: Callable[[Bits], Bits] | None = None,
     ) -> None:
-        """Copy what is stored of a tensor's region into ``out``, of the region's extents and any strides.
+        """Copy the stored part of a tensor's region into ``out``, of the region's extents and any strides.
 
-        ``convert`` is as in ``RangeReader.read_region``.
+        For ``convert`` see ``RangeReader.read_region``.
 
         Raises:
             StateError: A file cannot be read, or is too short.
@@ -201,7 +201,7 @@ def tensor_blocks(checkpoint: Checkpoint, name: str, block_bytes: int = BLOCK) -
     entry, reader = checkpoint.tensors[name], CheckpointReader(checkpoint)
     bits, numel, row = bits_dtype(entry.dtype), prod(entry.shape), prod(entry.shape[1:])
     most = max(1, block_bytes // bits.itemsize)
-    step = most // row * row or most if row else most  # whole rows where one fits: fewer and longer reads
+    step = most // row * row or most if row else most  # whole rows if one fits: fewer and longer reads
     buffer = np.empty(min(step, numel), bits)
     with RangeReader(FIX) as files:
         for begin in range(0, numel, step):
@@ -224,8 +224,8 @@ def entry_bytes(entry: TensorEntry) -> int:
 def tensor_md5s(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the MD5 of each whole tensor by name, in the order of names.
 
-    The digest is that of the bytes in C order, as ``hashlib.md5(array.tobytes())`` and Paddle's ``tensor._md5sum()``
-    give. So checkpoints of different topologies, and other tools, agree on it.
+    The digest covers the bytes in C order, like ``hashlib.md5(array.tobytes())`` and Paddle's ``tensor._md5sum()``. So
+    it is equal for checkpoints of different topologies, and in other tools.
 
     Raises:
         StateError: A file cannot be read, or the shards of a tensor do not make it up.

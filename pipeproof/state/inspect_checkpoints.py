@@ -32,7 +32,7 @@ class TensorDifference:
 
     If type, shape or kind differ (``first_entry``, ``second_entry``), values are not compared. Else ``num`` elements
     have different bits; ``first`` is the first in C order. ``farthest`` is the largest absolute difference among
-    numbers; None if there are none, or if the type is not one that is compared as numbers.
+    numbers; None if there are none, or if the type is not compared as numbers.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TensorDifference:
 class StateComparison:
     """``only_first`` and ``only_second`` are names that the other checkpoint lacks.
 
-    ``steps`` where both have a step count.
+    ``steps`` is set if both have a step count.
     """
 
     num_alike: int
@@ -58,7 +58,7 @@ class StateComparison:
 
     @property
     def equal(self) -> bool:
-        """True for the same tensors with the same bits, after as many steps."""
+        """True for the same tensors with the same bits, after the same number of steps."""
         same_steps = self.steps is None or self.steps[0] == self.steps[1]
         return same_steps and not (self.only_first or self.only_second or self.differ)
 
@@ -171,7 +171,7 @@ _NUMBER = re.compile(r"(?<![^./])\d+(?![^./])")
 class TensorRow:
     """A tensor, or ``num`` tensors that differ only by the numbers in their names.
 
-    ``states`` are its optimizer states, with their sharding where it differs.
+    ``states`` are its optimizer states, with their sharding if it differs.
     """
 
     name: str
@@ -193,8 +193,8 @@ def tensor_rows(checkpoint: Checkpoint, *, fold: bool) -> list[TensorRow]:
             pattern = _NUMBER.sub("*", name) if fold else name
             rows.setdefault((pattern, entry.kind, entry.dtype, entry.shape, cuts[name], states_text), []).append(name)
     return [
-        TensorRow(common_name(names), len(names), tensors[names[0]], cuts[names[0]], str(alike[-1]))
-        for alike, names in rows.items()
+        TensorRow(common_name(names), len(names), tensors[names[0]], cuts[names[0]], str(key[-1]))
+        for key, names in rows.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""Opening a checkpoint of any origin, and finding everything that is wrong with its files. Only headers are read."""
+"""Opening a checkpoint of any origin, and finding all faults of its files. Only headers are read."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def _require_no_other_files(directory: Path) -> None:
-    """Report what a model's directory lacks, rather than that there is no state."""
+    """Report missing files of a model's directory, rather than a missing state."""
     if (directory / INDEX_FILE).exists():
         return
     if any(directory.glob(f"*{SUFFIX}")):
@@ -87,7 +87,7 @@ def _require_no_other_files(directory: Path) -> None:
     pickles = next((file.name for end in _PICKLES for file in sorted(directory.glob(f"*{end}"))), None)
     if pickles is not None:
         fix = "save it as safetensors with the tool that wrote it: `save_pretrained(.., safe_serialization=True)`"
-        raise StateError(f"{directory} has {pickles}, which is no safetensors file", fix)
+        raise StateError(f"{directory} has {pickles}, which is not a safetensors file", fix)
 
 
 def _of_state(state: SavedState) -> Checkpoint:
@@ -135,7 +135,7 @@ def open_indexed(directory: Path, index: str) -> Checkpoint:
         for name, file_name in _weight_map(decode_json(content)).items():
             names_of.setdefault(_file_name(file_name), []).append(name)
     except MALFORMED as error:
-        raise StateError(f"{file} is no index of safetensors files: {error}", FIX) from error
+        raise StateError(f"{file} is not an index of safetensors files: {error}", FIX) from error
     return _of_whole_tensors(directory, {directory / name: names for name, names in sorted(names_of.items())})
 
 
@@ -147,7 +147,7 @@ def _weight_map(content: dict[str, dict[str, str]]) -> dict[str, str]:
 
 def _file_name(text: str) -> str:
     if not is_file_name(text) or not text.endswith(SUFFIX):
-        raise ValueError(f"{text!r} is no name of a safetensors file next to it")
+        raise ValueError(f"{text!r} does not name a safetensors file next to it")
     return text
 
 
@@ -175,10 +175,10 @@ _Check = Callable[[], object]
 
 
 def file_findings(path: Path) -> tuple[Finding, ...]:
-    """Return everything that is wrong with the files of a checkpoint, not only the first fault.
+    """Return all faults of a checkpoint's files, not only the first.
 
     Files are compared with the index, SHA-256 included, or merged files with their provenance, and the shards of each
-    tensor must make it up. Where there is neither, as in checkpoints of other tools, only headers are checked.
+    tensor must make it up. Without both, as in checkpoints of other tools, only headers are checked.
     """
     try:
         checkpoint = open_checkpoint(path)

@@ -1,6 +1,6 @@
-"""Finding a saved state, opening its files by the index, and reading it whole or what one rank holds of it.
+"""Finding a saved state, opening its files by the index, and reading it whole or one rank's part.
 
-A rank reads byte ranges, not files: memory holds what the rank holds, and one block.
+A rank reads byte ranges, not files: memory holds the rank's part and one block.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def find_state(path: Path) -> SavedState:
                 )
             elif path.suffix == ".safetensors" or any(path.glob("model*.safetensors")):
                 fix = (
-                    "this is no state yet; convert it with `pipeproof state reshard "
+                    "this is not a state yet; convert it with `pipeproof state reshard "
                     f"{path} --to PLAN -o STATE` (for other tools' names: `--names`), then `--resume STATE`"
                 )
             raise StateError(f"there is no state at {path}, nor below it", fix)
@@ -191,10 +191,10 @@ def require_no_more(path: Path, header: Header, names: Sequence[str]) -> None:
 
 
 def read_rank_state(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tuple[str, str], ByteArray]:
-    """Return what a rank holds of the state, by weight and slot, after ``require_resumable`` has checked it.
+    """Return a rank's part of the state, by weight and slot, after ``require_resumable`` has checked it.
 
-    If the state has weights only, all else is as before the first step. Buffers that it lacks are not in the result,
-    and stay as the layers were built.
+    If the state only has weights, all other values are as before the first step. Buffers that it lacks are not in the
+    result, and keep the values from the construction of the layers.
 
     Raises:
         StateError: A file has changed since.

@@ -60,7 +60,7 @@ def tensor_range_text(name: str, region: Region, shape: Sequence[int], meaning: 
 
 
 def region_meaning(name: str, region: Region, model: ModelSpec) -> str | None:
-    """Return the meaning in the model of a region of one of pipeproof's tensors; None where there is none to report.
+    """Return the meaning in the model of a region of one of pipeproof's tensors; None if there is none to report.
 
     The fused ``qkv`` has, for each group of heads, the columns of its queries, of its key and of its value.
     """

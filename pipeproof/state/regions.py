@@ -1,4 +1,4 @@
-"""Regions (n-dimensional slices) of a tensor: their intersections, differences, and if they tile the tensor.
+"""Regions (n-dimensional slices) of a tensor: intersections, differences, and the check that they tile the tensor.
 
 Work grows with the number of regions, never with the number of elements.
 """
@@ -22,7 +22,7 @@ NO_DIM = -1
 class Region(NamedTuple):
     """An n-dimensional slice: ``extents`` elements along each dim, from ``offsets`` on.
 
-    Of a scalar (no dims) it is one element.
+    For a scalar (no dims) it is one element.
     """
 
     offsets: tuple[int, ...]
@@ -152,7 +152,7 @@ def flat_regions(extents: Sequence[int], flat: tuple[int, int]) -> Iterator[Regi
 def tiling_fault(shape: Sequence[int], regions: Sequence[Region]) -> TilingFault | None:
     """Return the first region of a tensor that is missing, held more than once, or outside of the tensor.
 
-    None if every element is in exactly one of the regions, so that they are a bijection onto the tensor. Empty regions
+    None if every element is in exactly one of the regions: they are then a bijection onto the tensor. Empty regions
     hold nothing.
     """
     for number, region in enumerate(regions):

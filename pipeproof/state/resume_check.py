@@ -1,8 +1,8 @@
 """Checks that a plan can resume from a state on disk, before anything is loaded.
 
-Weights start from the seed, and every draw is keyed by its purpose. So a step is the same mathematics wherever the keys
-agree that values depend on, on any topology. The micro-batches of a step are counted over all data ranks: dp 2 with 4
-each are those of dp 4 with 2 each. If a step has other micro-batches, training continues, with a note.
+Weights start from the seed, and every draw is keyed by its purpose. So a step is the same mathematics on any topology
+if all keys are equal that values depend on. The micro-batches of a step are counted over all data ranks: dp 2 with 4
+each equals dp 4 with 2 each. If a step has other micro-batches, training continues, with a note.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class _KeyDifference(NamedTuple):
 def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | None = None) -> str | None:
     """Refuse a state whose training the plan does not continue; return the first difference of the data, if any.
 
-    For weights alone the model must be the same, as far as both sides describe it. A state that has ``digest``, that of
-    the plan, has the same micro-batches.
+    For weights alone the model must be the same, as far as both sides describe it. A state with ``digest``, the plan's
+    digest, has the same micro-batches.
 
     Raises:
         StateError: Another framework saved it, whose optimizer has other states, or some keys differ.
@@ -186,7 +186,7 @@ def data_note(difference: str, index: StateIndex | None) -> Finding:
         where = f"of step {done.steps}, after {done.sequences:,} sequences{tokens}"
     return DATA_CHANGES.finding(
         f"{difference}: the state is loaded bit for bit, but the losses, gradients, weights and moments of later steps "
-        f"are not those of the plan that saved it; the data resumes with the first micro-batch {where}",
+        f"differ from a run of the plan that saved it; the data resumes with the first micro-batch {where}",
         help="to continue with the same steps, keep dp * ep * num_micro_batches and the size of each micro-batch",
     )
 
@@ -228,7 +228,7 @@ def _value_differences(saved: _Values, expected: _Values) -> list[_KeyDifference
 def _model_differences(saved: _Values, expected: _Values) -> list[_KeyDifference]:
     """Compare the meaning of weights; weights of other origin lack some keys, or all.
 
-    Where a table that is drawn from the seed chooses experts, their meaning depends on it.
+    If a table that is drawn from the seed chooses experts, their meaning depends on the seed.
     """
     shared = sorted(key for key in saved.keys() & expected if key.startswith("model."))
     if expected.get("model.moe.hash_layers") and "model.moe.hash_layers" in saved:
@@ -256,7 +256,7 @@ def _data_difference(index: StateIndex, plan: LoweredPlan) -> str | None:
 
 
 class _MicroBatchSize(NamedTuple):
-    """Sequences of a micro-batch, and their length; None where the plan does not give it."""
+    """Sequences of a micro-batch, and their length; None if the plan does not give it."""
 
     rows: int
     length: int | None
@@ -276,7 +276,7 @@ def _micro_batch_size(values: _Values, number: int, num_micro_batches: int) -> _
 
 
 def _differing(saved: _Values, expected: _Values, keys: list[str]) -> list[_KeyDifference]:
-    """Compare keys; a missing key is one that was not given, because later releases have more of them."""
+    """Compare keys; a missing key counts as not given, because later releases have more keys."""
     return [
         _KeyDifference(key, _value_text(saved, key), _value_text(expected, key))
         for key in keys

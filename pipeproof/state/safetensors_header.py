@@ -135,8 +135,8 @@ def make_header(arrays: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Map
 
     ``arrays`` has type and shape.
 
-    The bytes are those of the library: larger types first, then by name, padded to 8 bytes. With several keys of
-    ``metadata`` the library's order is that of its hash table; here they are sorted.
+    The bytes equal the library's: larger types first, then by name, padded to 8 bytes. With several keys of
+    ``metadata`` the library uses the order of its hash table; this function sorts them.
     """
     order = sorted(arrays, key=lambda name: (-_ORDER[arrays[name][0]], name))
     table: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}

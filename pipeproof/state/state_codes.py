@@ -19,7 +19,7 @@ STATE_UNUSABLE = RuleDoc(
         "sharding may differ: each rank reads its shards from any file. A state of weights alone may be of another "
         "framework, and the optimizer starts anew. The files of the state must exist, with the size and the SHA-256 of "
         "the index, and hold every element of every tensor once. Everything is checked before the first process "
-        "starts, so that nothing is loaded in part."
+        "starts: nothing is loaded in part."
     ),
     wrong="pipeproof run plan.yaml --resume states   # saved with run.seed 7, the plan has 8",
     right="pipeproof run plan.yaml --resume states   # the plan that it was saved with",
@@ -32,7 +32,7 @@ DATA_CHANGES = RuleDoc(
     severity="note",
     explanation=(
         "The micro-batches of a step are counted over all data-parallel ranks. If their number or size changes, each "
-        "later step sums other gradients, so that no plan with the former micro-batches has its bits. The state itself "
+        "later step sums other gradients: no plan with the former micro-batches has its bits. The state itself "
         "is loaded bit for bit. Every micro-batch is drawn by the seed, the step and its number in the step. So the "
         "data resumes with the first micro-batch of the next step, and nothing is repeated."
     ),
@@ -73,7 +73,7 @@ def reading(path: Path, fix: str) -> Iterator[None]:
 
 
 def is_file_name(text: object) -> bool:
-    """Return True for a name that a file of a directory can have: it is no path, and the system takes its bytes."""
+    """Return True for a name that a file of a directory can have: not a path, and with bytes that are allowed."""
     if not isinstance(text, str) or not text or Path(text).name != text:
         return False
     try:
@@ -88,8 +88,8 @@ DCP_UNUSABLE = RuleDoc(
     explanation=(
         "PyTorch's distributed checkpoint (DCP) is a directory of `.distcp` files, in which each shard is an archive "
         "of `torch.save`, and the file `.metadata`, a pickle that lists the shards. The pickle is read without "
-        "executing anything: one that names more than the classes of DCP is refused. PyTorch itself executes what it "
-        "names. Every listed shard must be in its file, with its size, type and shape, before anything is used."
+        "executing anything: one that names more than the classes of DCP is refused. PyTorch itself executes all "
+        "names in it. Every listed shard must be in its file, with its size, type and shape, before anything is used."
     ),
     wrong="pipeproof state show checkpoint   # __1_0.distcp was copied in part",
     right="pipeproof state show checkpoint   # every file that .metadata names is there, and whole",
@@ -99,7 +99,7 @@ DCP_MISMATCH = RuleDoc(
     code="PP937",
     title="modules, optimizers and a distributed checkpoint do not fit together",
     explanation=(
-        "`save_dcp` saves each tensor of all stages once, under its name in the whole model, so that any other cut of "
+        "`save_dcp` saves each tensor of all stages once, under its name in the whole model: any other cut of "
         "the model can load it. This needs names that are unique over all stages; a weight that several stages use is "
         "declared as tied. `load_dcp` needs every tensor of its stages, with the same shape and type, and every weight "
         "of the checkpoint must belong to a stage: a skipped weight would train from its initial values. All ranks "
@@ -159,7 +159,7 @@ NO_NAMES = RuleDoc(
     code="PP928",
     title="a convention has no names for this model",
     explanation=(
-        "A convention gives each of a model's tensors a name and a layout, so that other tools can read them. It has "
+        "A convention gives each of a model's tensors a name and a layout that other tools can read. It has "
         "no names for parts that the models of other tools lack: hyper-connections and compressed attention in another "
         "model than DeepSeek-V4, modules that read another tensor, the clamped SwiGLU without its biases, routers with "
         "biases behind a softmax, norms, positions and biases that no model of the tool has together. A file "

@@ -97,7 +97,7 @@ class Shard(_Frozen):
         if len(self.offsets) != len(self.extents):
             raise ValueError("offsets and extents are not of as many dims")
         if self.flat is not None and not self.flat[0] < self.flat[1] <= prod(self.extents):
-            raise ValueError("flat is no range of the shard")
+            raise ValueError("flat is not a range of the shard")
         return self
 
 
@@ -144,8 +144,8 @@ class StateIndex(_Frozen):
     )
     data_before: DataPosition | None = Field(
         default=None,
-        description="Data used before the micro-batches of a step changed last; absent if all steps had those of "
-        "`values` and `mesh`.",
+        description="Data used before the micro-batches of a step changed last; absent if all steps had the "
+        "micro-batches of `values` and `mesh`.",
     )
     framework: str = Field(description="`run.backend` of that plan.")
     versions: dict[str, str] = Field(
@@ -168,14 +168,14 @@ class StateIndex(_Frozen):
 
     @property
     def is_weights_only(self) -> bool:
-        """True if the state has no optimizer states, so that an optimizer starts from its initial state."""
+        """True if the state has no optimizer states: an optimizer then starts from its initial state."""
         return self.steps_done == 0
 
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
         unprintable = next((name for name in self.tensors if not name.isprintable()), None)
         if unprintable is not None:
-            raise ValueError(f"{unprintable!a} is no name of a tensor: it is not printable")
+            raise ValueError(f"{unprintable!a} is not a name of a tensor: it is not printable")
         after_step = (name for name, entry in self.tensors.items() if entry.kind in ("moment", "counter"))
         first = next(after_step, None) if self.is_weights_only else None
         if first is not None:
@@ -195,7 +195,7 @@ def read_index(directory: Path) -> StateIndex:
 def provenance_file(path: Path) -> Path:
     """Return the provenance file of a merged file: the index of its content, next to it.
 
-    The merged file itself has only its tensors, so that files of equal content are equal.
+    The merged file itself has only its tensors: files of equal content are equal.
     """
     return path.with_name(path.name + _PROVENANCE)
 
@@ -223,10 +223,10 @@ def _read(file: Path, fix: str) -> StateIndex:
 
 
 def parse_index(content: bytes | str, name: str, fix: str) -> StateIndex:
-    """Return the index in a text; ``name`` is that of the text, for messages.
+    """Return the index in a text; ``name`` names the text in messages.
 
     Raises:
-        StateError: The text is no index, or its SHA-256 differs from the one it has of itself.
+        StateError: The text is not an index, or its SHA-256 differs from the value that it contains.
     """
     try:
         index = StateIndex.model_validate_json(content)

@@ -1,8 +1,8 @@
 """The shards of a plan's state on each rank, and the rank that writes each one: from the plan alone.
 
-Of ranks that hold the same shard, the first one writes it. A rank's number grows with each of its coordinates, so the
-first one is at 0 on every axis along which the shard is the same. No search is needed, and the work is proportional to
-the number of shards.
+If several ranks hold the same shard, the first one writes it. A rank's number grows with each of its coordinates, so
+the first one is at 0 on every axis along which the shard is the same. No search is needed, and the work is proportional
+to the number of shards.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def shards_of_rank(plan: LoweredPlan, rank: int) -> Iterator[RankShard]:
 def files_of(plan: LoweredPlan) -> dict[str, tuple[Shard, ...]]:
     """Return the shards that each file holds, in the order of ``shards_of_rank``; some ranks write no shard."""
     files: dict[str, list[Shard]] = {file_name(rank): [] for rank in range(plan.mesh.num_ranks)}
-    alike: dict[tuple[object, ...], list[tuple[int, Shard]]] = {}
+    by_layout: dict[tuple[object, ...], list[tuple[int, Shard]]] = {}
     for pp in range(plan.mesh.size("pp")):
         first = plan.mesh.rank({**dict.fromkeys(plan.mesh.axes, 0), "pp": pp})
         for state_tensor in _state_tensors(plan, pp):

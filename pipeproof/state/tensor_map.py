@@ -1,7 +1,7 @@
-"""Maps from the tensors of one checkpoint to those of another, region by region.
+"""Maps from the tensors of one checkpoint to another checkpoint's, region by region.
 
-Region copies describe names, splits, merges, transposes, casts, added and removed tensors alike. Maps are composed,
-inverted and compared here, without files, ranks or frameworks.
+Region copies describe names, splits, merges, transposes, casts, added and removed tensors. This module composes,
+inverts and compares maps, without files, ranks or frameworks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Reader(NamedTuple):
 
 
 def inverse_permutation(permutation: tuple[int, ...], num_dims: int | None = None) -> tuple[int, ...]:
-    """Return the inverse permutation; ``num_dims`` is that of the source, where it differs from the target's."""
+    """Return the inverse permutation; ``num_dims`` is the source's number of dims, if it differs from the target's."""
     by_dim = {dim: i for i, dim in enumerate(permutation)}
     return tuple(by_dim.get(dim, NO_DIM) for dim in range(len(permutation) if num_dims is None else num_dims))
 
@@ -172,7 +172,7 @@ def _composed_permutation(
 
 
 def invert(state_map: StateMap, source: Mapping[str, TensorLike]) -> StateMap:
-    """Return the inverse map: the tensors ``source`` made of the target's.
+    """Return the inverse map: the tensors ``source`` made from the target's.
 
     An element that the target has several times is taken from the first of them. Removed tensors are not restored;
     dropped regions of others come back as zeros. A tensor comes back in its own type, by one cast.
@@ -207,7 +207,7 @@ def _inverse_of(copy: RegionCopy) -> tuple[int, ...] | None:
 
 
 def _without_overlap(name: str, shape: tuple[int, ...], copies: list[RegionCopy]) -> tuple[RegionCopy, ...]:
-    """Return the copies without what an earlier one covers; the result tiles the tensor."""
+    """Return the copies without regions that earlier ones cover; the result tiles the tensor."""
     first = {copy.region: copy for copy in reversed(copies)}  # copies are mostly of whole regions
     unique = list(reversed(first.values()))
     if tiling_fault(shape, list(first)) is not None:

@@ -1,4 +1,4 @@
-"""Writing a state so that it appears whole or not at all.
+"""Writing a state that appears whole or not at all.
 
 Every rank writes its file, and its entry of the index, into one directory next to the final one. When all are done, one
 rank writes the index and renames the directory. If a run is killed before the rename, the states that existed are
@@ -75,7 +75,7 @@ def finish_state(
 ) -> Path:
     """Write the index when every rank has written its file, and give the state its name; return the directory.
 
-    ``from_beginning`` is True if runs of this plan alone made the state; ``data_before`` is as in ``StateIndex``.
+    ``from_beginning`` is True if runs of this plan alone made the state; for ``data_before`` see ``StateIndex``.
 
     Raises:
         OSError: A state of that name exists, or the disk refuses.

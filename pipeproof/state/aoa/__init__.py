@@ -1,1 +1,1 @@
-"""AOA: Paddle's language of statements that map the tensors of one checkpoint to those of another."""
+"""AOA: Paddle's language of statements that map the tensors of one checkpoint to another checkpoint's."""

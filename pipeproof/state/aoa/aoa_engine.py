@@ -1,4 +1,4 @@
-"""The AOA engine: from statements and the tensors' types and shapes to a map of region copies."""
+"""The AOA engine: makes a map of region copies from statements and the tensors' types and shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def program_map(
     """Return the map from the source's tensors to the target's.
 
     Statements name weights; optimizer states follow their weights (see ``tensor_families``). Without a target the
-    result has what the statements make, and what they leave unchanged.
+    result has the tensors that statements make or leave unchanged.
 
     Raises:
         AoaError: PP180, PP181, PP182, PP184.
@@ -80,7 +80,7 @@ class _Engine:
         self.dropped: dict[str, list[Region]] = {}
         """Regions of the source's tensors that statements read, and whose result they removed."""
         self.inputs: dict[int, tuple[TensorMeta, ...]] = {}
-        """Inputs of each statement as they are written: before `^T`."""
+        """Inputs of each statement as written: before `^T`."""
 
     def run(self) -> dict[str, TensorValue]:
         findings: dict[tuple[int, str], Finding] = {}

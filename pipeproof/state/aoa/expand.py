@@ -37,7 +37,7 @@ def expand(program: Program, source: AbstractSet[str], target: AbstractSet[str] 
     ``target`` has the names to make; None for all tensors that the statements make or leave unchanged.
 
     Raises:
-        AoaError: PP180, PP181 and PP184; of one statement the first of each.
+        AoaError: PP180, PP181 and PP184; for each statement the first of each code.
     """
     run = _NameState(source, target)
     statements: list[Statement] = []
@@ -243,15 +243,15 @@ class _NameState:
 
 
 def _grouped(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the first of names that differ by numbers only, with text on the number of the others."""
-    for alike in by_form(sorted(names)).values():
-        yield alike[0], f" (and {len(alike) - 1} more that differ by numbers)" if len(alike) > 1 else ""
+    """Yield the first of several names that differ only by numbers, with text on the number of the others."""
+    for similar in by_form(sorted(names)).values():
+        yield similar[0], f" (and {len(similar) - 1} more that differ by numbers)" if len(similar) > 1 else ""
 
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _DIGITS = re.compile("[0-9]+")
 _COUNTED = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)", re.ASCII)
-"""Numbers between dots: those of layers and experts, not the one in `w1`."""
+"""Numbers between dots: numbers of layers and experts, not the 1 in `w1`."""
 _LAST = chr(0x10FFFF)
 OFFSET = "$LAYER_ID_OFFSET"
 
@@ -260,7 +260,7 @@ Ids = tuple[tuple[str, int], ...]
 
 
 class NameList:
-    """Sorted names, so that those with a common prefix are found without a scan."""
+    """Sorted names, in which names with a common prefix are found without a scan."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted(names)

@@ -22,7 +22,7 @@ _EXACT = {("float16", "float32"), ("bfloat16", "float32")}
 
 
 def inverse(program: Program, source: Mapping[str, TensorMeta], target: Mapping[str, TensorMeta] | None) -> Program:
-    """Return the program that makes ``source`` of ``target``, checked to undo the first one on each weight.
+    """Return the program that makes ``source`` from ``target``, checked to undo the first one on each weight.
 
     Raises:
         AoaError: The program itself is wrong, or PP183: it has no inverse.
@@ -79,12 +79,12 @@ class _Inverter:
                 yield from inverted.statements
             return
         for origin in sorted(self._inverted, reverse=True):
-            written_as, alike = self._program.statements[origin], self._inverted[origin]
-            facts = {inverted.facts for inverted in alike}
-            if len(facts) == 1 and _keeps_pattern(written_as, alike[0].facts):
-                yield from inverse_statements(written_as, alike[0].facts, self._new_name)
+            written_as, same_origin = self._program.statements[origin], self._inverted[origin]
+            facts = {inverted.facts for inverted in same_origin}
+            if len(facts) == 1 and _keeps_pattern(written_as, same_origin[0].facts):
+                yield from inverse_statements(written_as, same_origin[0].facts, self._new_name)
             else:
-                for inverted in alike:
+                for inverted in same_origin:
                     yield from inverted.statements
 
     def _invert(self, number: int, available: set[str]) -> _Inverted:

@@ -18,7 +18,7 @@ _MAX_COPIES = 8
 def map_lines(state_map: StateMap, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
     """Yield the sources of each changed tensor.
 
-    Of those that differ by numbers only, the first. ``shapes`` are the source's.
+    Only the first of tensors that differ by numbers. ``shapes`` are the source's.
 
     Unchanged tensors are counted, and so are optimizer states, which follow their weights.
     """
@@ -26,10 +26,10 @@ def map_lines(state_map: StateMap, shapes: dict[str, tuple[int, ...]]) -> Iterat
         name for name, tensor in state_map.tensors.items() if not is_state(name) and not _is_unchanged(name, tensor)
     }
     num_states = sum(map(is_state, state_map.tensors))
-    for alike in by_form(sorted(changed, key=_by_number)).values():
-        tensor = state_map.tensors[alike[0]]
-        more = _and_more(len(alike) - 1, "   ")
-        head = f"{alike[0]}  {tensor.dtype} {list(tensor.shape)}"
+    for similar in by_form(sorted(changed, key=_by_number)).values():
+        tensor = state_map.tensors[similar[0]]
+        more = _and_more(len(similar) - 1, "   ")
+        head = f"{similar[0]}  {tensor.dtype} {list(tensor.shape)}"
         if len(tensor.copies) == 1:
             yield f"{head} = {_source_text(tensor.copies[0], shapes)}{more}"
             continue

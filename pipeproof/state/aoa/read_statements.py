@@ -98,7 +98,7 @@ def _require_known_tags(name: str, start: int, locate: Locator) -> None:
     if wrong is not None:
         location = locate(start + wrong.start(), start + wrong.end())
         choices = ", ".join(f"`{tag}`" for tag in IDS)
-        raise AoaError(UNREADABLE.finding(f"`{wrong[0]}` is no placeholder", location, f"known are {choices}"))
+        raise AoaError(UNREADABLE.finding(f"`{wrong[0]}` is not a placeholder", location, f"known are {choices}"))
 
 
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups")
@@ -116,7 +116,7 @@ def parse_statement(text: str, locate: Locator) -> Statement:
     """Parse the text of one statement.
 
     Raises:
-        AoaError: PP180, with the place.
+        AoaError: PP180, with the location.
     """
     return _Parser(text, locate).statement()
 

@@ -1,9 +1,10 @@
 """Type, shape and sharding of tensors that statements need, and families of a weight and its optimizer states.
 
 Statements name weights, and optimizer states follow them. A moment, and Paddle's main weight in float32, has the shape
-of its weight: it is split, merged and transposed alike, and keeps its own type. A counter is a scalar: a tensor that is
-merged from several gets that of the first, since one optimizer has stepped them all. Names are pipeproof's
-(``optimizer/moment1/NAME``) or Paddle's (``NAME.moment1_0``, as in OPTIMIZER_STATE_NAME of its aoa_engine.py).
+of its weight: it is split, merged and transposed in the same way, and keeps its own type. A counter is a scalar: a
+tensor that is merged from several gets the first one's counter, because one optimizer has stepped them all. Names are
+pipeproof's (``optimizer/moment1/NAME``) or Paddle's (``NAME.moment1_0``, as in OPTIMIZER_STATE_NAME of its
+aoa_engine.py).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class StateNameForm(NamedTuple):
 class Family:
     """A weight and its states, which share the shape of ``weight``.
 
-    If the weight ``exists`` not, there are only its states.
+    If ``exists`` is False, there are only its states.
     """
 
     weight: TensorMeta
@@ -105,7 +106,7 @@ def families(tensors: Mapping[str, TensorMeta]) -> dict[str, Family]:
 
 
 def is_state(name: str) -> bool:
-    """Return True if a name is that of an optimizer state."""
+    """Return True if a name belongs to an optimizer state."""
     return _form(name) is not None
 
 
@@ -129,7 +130,7 @@ def with_optimizer_states(
     source_families: Mapping[str, Family],
     target_families: Mapping[str, Family] | None,
 ) -> StateMap:
-    """Return the map of all tensors, from the target's weights and from what was left out, whole or in part.
+    """Return the map of all tensors, from the target's weights and from source tensors left out, whole or in part.
 
     Raises:
         AoaError: PP181, PP182.
@@ -168,7 +169,7 @@ def _has_weight(
 def _wanted_forms(
     name: str, sources: list[str], source_families: Mapping[str, Family], target_families: Mapping[str, Family] | None
 ) -> list[StateNameForm]:
-    """Return the states of a target tensor: those in the target, or those of all its sources."""
+    """Return the states of a target tensor: its states in the target, or the states of all its sources."""
     if target_families is not None:
         return list(target_families[name].states)
     return list(dict.fromkeys(form for source in sources for form in source_families[source].states))

@@ -3,7 +3,7 @@
 Merges, splits and the fused forms are one operation: shards along an axis in another order. The layouts are Paddle's
 (aoa/macros.py of its flex checkpoint). ``fused_qkv``: for each group its query heads, then one key head and one value
 head. ``fused_qkv_old``: for each tensor-parallel rank its queries, its keys, its values. ``fused_ffn``: for each of
-these ranks its shard of the gate, then that of the up projection.
+these ranks its shard of the gate, then its shard of the up projection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ InputShard = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TensorValue:
-    """A tensor made of the source's. ``num_shards`` is that of the only source tensor; None for several."""
+    """A tensor made from the source's. ``num_shards`` counts the shards of the only source tensor; None for several."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -134,9 +134,9 @@ def _merged(copies: Sequence[RegionCopy], axis: int) -> list[RegionCopy]:
 
 
 def _continues_in_both(first: RegionCopy, second: RegionCopy, axis: int) -> bool:
-    alike = (first.source, first.permutation, first.casts) == (second.source, second.permutation, second.casts)
+    continues = (first.source, first.permutation, first.casts) == (second.source, second.permutation, second.casts)
     return (
-        alike
+        continues
         and first.source is not None
         and _continues(first.region, second.region, axis)
         and _continues(first.source_region, second.source_region, _source_axis(first, axis))

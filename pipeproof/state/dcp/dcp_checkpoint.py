@@ -1,6 +1,6 @@
 """Opening PyTorch's distributed checkpoint (DCP): its metadata is compared with the archives in its files.
 
-The elements of a tensor lie in a file as they are, so that they are located and streamed like those of other formats.
+The elements of a tensor are in a file unchanged: they are located and streamed like in other formats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeproof.state.state_codes import DcpError, reading
 from pipeproof.state.state_index import Shard, TensorEntry, TensorKind
 
 RESERVED = "pipeproof."
-"""Beginning of the names that ``save_dcp`` gives to what belongs to no model: RNG states, positions, its own record."""
+"""Beginning of ``save_dcp``'s names for entries outside of the model: RNG states, positions, its own record."""
 OPTIMIZER = "optimizer.state."
 _STATES = (OPTIMIZER, "optim.state.", "state.")
 """Beginnings of the names of optimizer states, which have the weight's name and the slot's: ours, and PyTorch's."""
@@ -67,7 +67,7 @@ def _chunks(metadata: DcpMetadata, name: str) -> Iterable[tuple[int, DcpChunk]]:
 def _located(
     path: Path, metadata: DcpMetadata, places: Iterable[_Place]
 ) -> Iterator[tuple[str, int, tuple[HeldShard, int]]]:
-    """Yield name and number of chunks, and where their elements are, with their CRC-32; file by file."""
+    """Yield name and number of chunks, the location of their elements, and their CRC-32; file by file."""
     for file, of_file in groupby(sorted(places), key=itemgetter(0)):
         with reading(path / file, _FIX), open_foreign(path / file) as stream:
             for _, _, name, number in of_file:

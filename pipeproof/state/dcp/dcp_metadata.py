@@ -5,8 +5,8 @@ tables: ``state_dict_metadata`` by name (a ``TensorStorageMetadata`` with type, 
 ``BytesStorageMetadata`` for any other object), and ``storage_data`` by name and offsets (``MetadataIndex``) the file
 and the bytes in it (``_StorageInfo``). Of the ranks that hold the same chunk, one has written it.
 
-PyTorch's own ``FileSystemReader.read_metadata`` calls ``pickle.load`` (2.13 too): it executes what the file names. So
-the file is read here, and checked here before PyTorch opens a checkpoint.
+PyTorch's own ``FileSystemReader.read_metadata`` calls ``pickle.load`` (2.13 too): it executes everything that the file
+names. So this module reads and checks the file before PyTorch opens a checkpoint.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpObject:
-    """An object that is no tensor, such as a learning rate: an archive of ``torch.save`` in a file."""
+    """An object other than a tensor, such as a learning rate: an archive of ``torch.save`` in a file."""
 
     file: str
     start: int
@@ -115,10 +115,10 @@ class DcpMetadata:
 
 
 def read_metadata(directory: Path) -> DcpMetadata:
-    """Return what ``.metadata`` of a checkpoint lists. Nothing that it names is imported or executed.
+    """Return the content of a checkpoint's ``.metadata``. Nothing that it names is imported or executed.
 
     Raises:
-        DcpError: It is no metadata of DCP, names anything but the classes of DCP, or contradicts itself.
+        DcpError: It is not metadata of DCP, names anything except the classes of DCP, or contradicts itself.
         StateError: It cannot be read.
     """
     path = directory / METADATA_FILE
@@ -133,7 +133,7 @@ def read_metadata(directory: Path) -> DcpMetadata:
     try:
         return _metadata(path, metadata)
     except MALFORMED as error:
-        raise DcpError(f"{path} is no metadata of PyTorch's DCP: {error!r}", _FIX) from error
+        raise DcpError(f"{path} is not metadata of PyTorch's DCP: {error!r}", _FIX) from error
 
 
 def _is_allowed(global_name: GlobalName) -> bool:
@@ -184,7 +184,7 @@ def _stored_at(
 def _place(path: Path, name: str, info: Mapping[str, Any]) -> DcpObject:
     file, start, length = info["relative_path"], *whole_numbers((info["offset"], info["length"]))
     if not is_file_name(file):
-        raise DcpError(f"{path}: {name} is in {file!r}, which is no name of a file next to it", _FIX)
+        raise DcpError(f"{path}: {name} is in {file!r}, which does not name a file next to it", _FIX)
     return DcpObject(file, start, length)
 
 
@@ -217,5 +217,5 @@ def _sizes(size: Any) -> tuple[int, ...]:
 
 def _text(name: Any) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"{name!r} is no name")
+        raise TypeError(f"{name!r} is not a name")
     return name

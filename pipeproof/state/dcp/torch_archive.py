@@ -38,7 +38,7 @@ _REBUILD = {
     GlobalName("torch._utils", "_rebuild_tensor_v2"): False,
     GlobalName("torch._utils", "_rebuild_tensor_v3"): True,
 }
-"""Functions that make a tensor of a storage; True: the type is their last argument."""
+"""Functions that make a tensor from a storage; True: the type is their last argument."""
 _PARAMETER = GlobalName("torch._utils", "_rebuild_parameter")
 _FIX = "save the checkpoint again, or copy it again from where it was saved"
 _MAX_PICKLE = 2**20
@@ -91,7 +91,7 @@ def locate_tensor(stream: BinaryIO, path: Path, name: str, dtype: str, chunk: Dc
     except (zipfile.BadZipFile, struct.error, KeyError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
         raise DcpError(f"{path}: the archive of {name} at byte {chunk.start} is damaged: {error}", _FIX) from error
     except (UnreadablePickleError, *MALFORMED) as error:
-        raise DcpError(f"{path}: the archive of {name} at byte {chunk.start} is no tensor: {error}", _FIX) from error
+        raise DcpError(f"{path}: the archive of {name} at byte {chunk.start} is not a tensor: {error}", _FIX) from error
     if (stored_dtype, shape) != (dtype, chunk.extents):
         stored_text = f"{stored_dtype} {list(shape)}"
         message = f"{path} has {name} as {stored_text}, and the metadata lists {dtype} {list(chunk.extents)}"
@@ -129,7 +129,7 @@ def _content_of(stream: BinaryIO, chunk: DcpChunk, entry: zipfile.ZipInfo) -> tu
 
 
 def _tensor_of(call: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
-    """Return type, key of the storage, offset, shape and strides of what ``torch.save`` writes for a tensor."""
+    """Return type, key of the storage, offset, shape and strides from ``torch.save``'s record of a tensor."""
     if isinstance(call, PickledObject) and call.global_name == _PARAMETER:
         call = call.arguments[0]
     if not isinstance(call, PickledObject) or call.global_name not in _REBUILD:

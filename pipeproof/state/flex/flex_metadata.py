@@ -6,7 +6,7 @@ is a region of the whole tensor (``global_offset``, ``local_shape``), or, of a s
 flattened region (``flattened_range``).
 
 Paddle's name of a state is the weight's name and a suffix (``OPTIMIZER_STATE_NAME`` in its
-``flex_checkpoint/aoa/aoa_engine.py``), so that its tools, PaddleFormers among them, find related tensors.
+``flex_checkpoint/aoa/aoa_engine.py``), from which its tools, such as PaddleFormers, find related tensors.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def tensor_of(key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, Tensor
 SUFFIX = ".metadata"
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _MODULES = (MODULE, "paddle.distributed.checkpoint.metadata")
-"""Modules of the three classes: the current one, and that of releases before 3.2."""
+"""Modules of the three classes: the current one, and the one before release 3.2."""
 _FIX = "save the checkpoint again, or copy its metadata again from where it was saved"
 
 
 @dataclass(frozen=True, slots=True)
 class FlexShard:
-    """A shard as Paddle describes it: ``shape`` is that of the whole tensor, ``flat`` a range of the region."""
+    """A shard as Paddle describes it: ``shape`` is the whole tensor's, ``flat`` a range of the region."""
 
     key: str
     offsets: tuple[int, ...]
@@ -97,7 +97,7 @@ def read_metadata(path: Path) -> tuple[FlexShard, ...]:
     """Return all shards that a metadata file lists.
 
     Raises:
-        FlexError: It is no metadata of Paddle's, names a class other than Paddle's three, or contradicts itself.
+        FlexError: It is not metadata of Paddle's, names a class other than Paddle's three, or contradicts itself.
     """
     metadata = _fields(path, read_pickle(path), "Metadata")
     try:
@@ -105,7 +105,7 @@ def read_metadata(path: Path) -> tuple[FlexShard, ...]:
         shapes = _Shapes(path, described)
         return tuple(shapes.shard(_fields(path, index, "LocalTensorIndex"), file) for index, file in stored.items())
     except MALFORMED as error:
-        raise FlexError(f"{path} is no metadata of Paddle's: {error!r}", _FIX) from error
+        raise FlexError(f"{path} is not metadata of Paddle's: {error!r}", _FIX) from error
 
 
 class _Shapes:
@@ -136,10 +136,10 @@ class _Shapes:
             where = f"the shard of {key} at {list(offsets)}"
             raise FlexError(f"{self._path} names a file for {where}, and does not describe it", _FIX)
         if not is_file_name(file):
-            raise FlexError(f"{self._path}: {key} is in {file!r}, which is no name of a file next to it", _FIX)
+            raise FlexError(f"{self._path}: {key} is in {file!r}, which does not name a file next to it", _FIX)
         dtype, shape = self._found[index_key]
         if flat is not None and not 0 <= flat[0] <= flat[1] <= prod(self._extents[index_key]):
-            raise FlexError(f"{self._path}: {list(flat)} is no range of {key}'s shard at {list(offsets)}", _FIX)
+            raise FlexError(f"{self._path}: {list(flat)} is not a range of {key}'s shard at {list(offsets)}", _FIX)
         return FlexShard(
             key, offsets, self._extents[index_key], flat, dtype, shape, file, bool(index.get("replica_id"))
         )
@@ -301,7 +301,7 @@ def arrays_of(path: Path) -> Mapping[str, StoredArray]:
     In a ``.distcp`` file bfloat16 is uint16, because numpy has no type for it.
 
     Raises:
-        StateError: The file is missing, cut short, or not one of arrays.
+        StateError: The file is missing, cut short, or has no arrays.
     """
     if path.suffix != DISTCP:
         return read_header(path).arrays
@@ -317,7 +317,7 @@ def is_stored_as(stored: str, listed: str) -> bool:
 
 
 def _array(path: Path, key: Any, instance: Any) -> StoredArray:
-    """Read what numpy's ``ndarray.__reduce__`` writes: (version, shape, type, Fortran order, bytes)."""
+    """Read the output of numpy's ``ndarray.__reduce__``: (version, shape, type, Fortran order, bytes)."""
     if not isinstance(key, str) or not isinstance(instance, PickledObject) or instance.global_name not in _RECONSTRUCT:
         requested = instance.global_name if isinstance(instance, PickledObject) else type(instance).__name__
         raise FlexError(f"{path} has {requested} as {key!r}, and not an array; nothing of it was executed", _FIX_ARRAYS)
@@ -325,7 +325,7 @@ def _array(path: Path, key: Any, instance: Any) -> StoredArray:
         _, shape, kind, is_fortran, content = instance.state
         dtype, order = kind.arguments[0], kind.state[1]
     except MALFORMED as error:
-        raise FlexError(f"{path}: {key} is no array of numpy's: {error}", _FIX_ARRAYS) from error
+        raise FlexError(f"{path}: {key} is not an array of numpy's: {error}", _FIX_ARRAYS) from error
     if dtype not in _TYPES or order == ">" or not isinstance(content, PickledBytes) or (is_fortran and len(shape) > 1):
         raise FlexError(f"{path}: {key} is an array of a type or order that is not read: {order}{dtype}", _FIX_ARRAYS)
     array = StoredArray(_TYPES[dtype], tuple(shape), content.start)

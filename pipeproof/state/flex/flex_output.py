@@ -114,7 +114,7 @@ def require_all_written(directory: Path, plan: LoweredPlan) -> None:
 def with_optimizer_states(named: StateMap, source: Mapping[str, TensorEntry]) -> StateMap:
     """Return a map of weights to other names as one of their optimizer states, too.
 
-    A weight that is made of several ones has the scalars of the first: they are equal for all weights.
+    A weight that is made from several weights has the scalars of the first: they are equal for all weights.
     """
     tensors, used = dict(named.tensors), set[str]()
     for name, made in named.tensors.items():
@@ -135,7 +135,7 @@ def with_optimizer_states(named: StateMap, source: Mapping[str, TensorEntry]) ->
 
 
 def as_unified(task: ReshardTask, source: Checkpoint, name: str) -> ReshardTask:
-    """Return a task for one file of whole tensors as one for a Unified Checkpoint, which is called ``name``.
+    """Turn a task for one file of whole tensors into a task for a Unified Checkpoint ``name``.
 
     Weights are saved as with ``skip_save_model_weight``: they are main weights if the model computes in 16 bits.
 

@@ -1,10 +1,10 @@
-"""Pickles, read and written without importing what they name: calls stay records, and bytes stay in the file.
+"""Pickles, read and written without imports of the named classes: calls stay records, and bytes stay in the file.
 
 ``pickle.load`` imports and calls everything that a file names. Paddle's metadata and its ``.distcp`` files are pickles,
 and so is the metadata of PyTorch's checkpoints (``state.dcp``), so a checkpoint from an unknown source could execute
 anything. Here Python's ``pickletools`` reads the operations of the pickle machine, which move plain values only. A
 function or class is a ``GlobalName``, the result of a call a ``PickledObject``, and bytes are ``PickledBytes`` of the
-file, so that arrays of many GB are located and not read.
+file: arrays of many GB are located and not read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_TEXT = 2**20
 _WIDEST_NUMBER = 8
 """Bytes."""
 MAX_OPERATIONS = 2**25
-"""Most operations of a pickle, and most values in it where shared ones count each time."""
+"""Most operations of a pickle, and most values in it; shared values count each time."""
 MAX_DEPTH = 64
 """Most values inside one another."""
 _SCALARS = (str, int, float, type(None))
@@ -57,7 +57,7 @@ class PickledObject:
 
 @dataclass(frozen=True, slots=True)
 class PickledBytes:
-    """Bytes of the file, not read; ``content`` has those of a number."""
+    """Bytes of the file, not read; for a number, ``content`` has the bytes."""
 
     start: int
     length: int
@@ -93,7 +93,7 @@ def read_pickle(path: Path) -> Any:
 
 
 class ForeignNameError(UnreadablePickleError):
-    """The pickle names a function or class that its kind of pickle has no use for."""
+    """The pickle names a function or class that its kind of pickle does not use."""
 
 
 def unpickled(
@@ -283,7 +283,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 
 def _require_moderate(whole: Any) -> None:
-    """Refuse values that contain themselves, deep ones, and those that are small because they share their parts.
+    """Refuse values that contain themselves, are too deep, or are only small because they share their parts.
 
     A few hundred bytes make lists of lists that no program walks to the end. Nothing here recurses.
     """
@@ -326,7 +326,7 @@ def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
     """
     numbers = tuple(values)
     if not all(type(value) is int and value >= 0 for value in numbers):
-        raise ValueError(f"{values!r} are no whole numbers")
+        raise ValueError(f"{values!r} are not whole numbers")
     return numbers
 
 

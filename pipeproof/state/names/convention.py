@@ -19,16 +19,16 @@ OWN_NAMES = "pipeproof"
 class Convention:
     """Names and layouts of one model's tensors in one tool.
 
-    ``whole`` has the names of tensors that exist once; ``block`` what follows ``block_name`` in a block, ``module``
-    what follows ``module_name`` in a module of multi-token prediction in addition to its block, whose own names follow
+    ``whole`` has the names of tensors that exist once; ``block`` the suffixes of ``block_name`` in a block, ``module``
+    the suffixes of ``module_name`` in a module of multi-token prediction; the names in its block follow
     ``module_block``. In names, ``{number}`` counts blocks or modules, ``{after}`` modules behind the last block,
-    ``{expert}`` experts of the whole model. Matrices are [out, in] where ``transposed``, else [in, out]; the embedding
-    is [vocabulary, hidden size] everywhere, and the head, too, except in pipeproof. ``padded``: the vocabulary keeps
-    its padding. ``hidden_first``: modules join hidden state and embedding in this order. ``has_tied_head``: a tied head
-    is written as a copy. ``fused_by_rank`` has the roles that each tensor-parallel rank fuses from its own shards of
-    gate and up; other roles are fused from the whole tensors. ``rotary_pairs``: rotary positions turn the
-    elements 2 i and 2 i + 1 of a head, else i and i + D/2. ``router_bias_is_row``: it is [1, experts]. A bias has the
-    name of its weight, with ``bias``.
+    ``{expert}`` experts of the whole model. Matrices are [out, in] if ``transposed``, else [in, out]; the embedding is
+    [vocabulary, hidden size] everywhere, and the head, too, except in pipeproof. ``padded``: the vocabulary keeps its
+    padding. ``hidden_first``: modules join hidden state and embedding in this order. ``has_tied_head``: a tied head is
+    written as a copy. ``fused_by_rank`` has the roles that each tensor-parallel rank fuses from its own shards of gate
+    and up; other roles are fused from the whole tensors. ``rotary_pairs``: rotary positions turn the elements 2 i and 2
+    i + 1 of a head, else i and i + D/2. ``router_bias_is_row``: it is [1, experts]. A bias has the name of its weight,
+    with ``bias``.
     """
 
     whole: Mapping[str, str]
@@ -68,7 +68,7 @@ class Convention:
         return f"{prefix}.{self.block[role]}".format(expert=expert)
 
     def is_transposed(self, role: str) -> bool:
-        """Return True if a matrix that pipeproof has as [in, out] is [out, in] here."""
+        """Return True if a matrix that pipeproof has as [in, out] is [out, in] in the tool."""
         if role in ("head", "module_head"):
             return self.head_transposed
         return self.router_transposed if role == "router" else self.transposed

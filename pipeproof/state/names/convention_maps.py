@@ -1,7 +1,7 @@
-"""Maps between pipeproof's whole tensors and those of a convention, and AOA statements between two conventions.
+"""Maps between pipeproof's whole tensors and a convention's, and AOA statements between two conventions.
 
 Statements are as a person would write them. Both conventions list tensors by role. For a role that both have, a
-statement renames and transposes; where one fuses tensors that the other keeps separate, it merges or splits. Similar
+statement renames and transposes; if one fuses tensors that the other keeps separate, it merges or splits. Similar
 layers share one statement with ``$LAYER_ID``.
 """
 
@@ -205,7 +205,7 @@ def _position_text(row: int, column: int, shape: tuple[int, ...]) -> str:
 
 def _copies_differ(checkpoint: Checkpoint, original: str, copy: str, difference: str) -> CopiesDifferError:
     if copy.endswith(("norm.weight", "norm.bias")):
-        fix = "modules of this checkpoint have a norm of their own, and those of a plan share the last one: without "
+        fix = "modules of this checkpoint have separate norms, and modules of a plan share the last one: without "
         fix += "`model.mtp` in the plan, and without the tensors of modules in the checkpoint, the rest can be read"
     elif ".layers." in copy:
         fix = "a plan's modules share embedding and head with the model: fix the checkpoint"
@@ -222,7 +222,7 @@ _FUSED_HEADS = frozenset({"qkv", "qkv_by_kind"})
 
 
 def statements_between(source: str, target: str, model: ModelSpec) -> str:
-    """Return statements that make the tensors of convention ``target`` of those of ``source``, one per line.
+    """Return statements that make the tensors of convention ``target`` from the tensors of ``source``, one per line.
 
     Raises:
         NoNamesError: PP928, a convention has no names for the model, or no statements exist between the two.
@@ -261,7 +261,7 @@ class _Statement:
 class _NamedModel:
     convention: Convention
     roles: Mapping[str, Mapping[str, ConventionTensor]]
-    """By block and role; of experts the last one."""
+    """By block and role; for experts the last one."""
     names: frozenset[str]
     num_layers: int
 
@@ -288,7 +288,7 @@ class _Statements:
         self.source, self.target, self.model = source, target, model
 
     def statements(self) -> Iterator[_Statement]:
-        """Yield all statements, those with ``$LAYER_ID`` where the first layer needs them."""
+        """Yield all statements; statements with ``$LAYER_ID`` come when the first layer needs them."""
         blocks = dict.fromkeys((*self.source.roles, *self.target.roles))
         patterns = {block: self._block(block, f"layer.{_LAYER}") for block in blocks if block.startswith("layer.")}
         layers = grouped((pattern, block.removeprefix("layer.")) for block in patterns for pattern in patterns[block])

@@ -234,7 +234,7 @@ def _refusal(name: str, model: ModelSpec) -> str | None:
 
 
 def _parts(model: ModelSpec, sizes: tuple[str, ...] = ("num_kv_heads", "head_size")) -> str:
-    """Return the keys of a model's parts, those that differ from a Llama's, for messages."""
+    """Return the keys of a model's parts that differ from a Llama's, for messages."""
     default = {key: ModelSpec.model_fields[key].default for key in PART_KEYS}
     parts = [f"`{key}: {str(value).lower()}`" for key in PART_KEYS if (value := getattr(model, key)) != default[key]]
     sections = [f"`{key}`" for key in (*sizes, "moe", "mla", "mtp") if getattr(model, key)]
@@ -285,7 +285,7 @@ def _unfused(model: ModelSpec) -> Convention:
     common = _of_paddle(model)
     if model.mla is None:
         return common
-    # DeepSeek-V3's class: its router is as a Linear, and a module is a block with more in it, and without a norm
+    # DeepSeek-V3's class: its router is like a Linear, and a module is a block with more tensors, and without a norm
     return replace(common, router_transposed=False, module=_MODULE, module_block="", hidden_first=True)
 
 

@@ -3,9 +3,9 @@
 Roles: ``embed``, ``positions``, ``norm``, ``head``; in a block ``attn_norm``, ``q``, ``k`` and ``v``, or ``qkv``, or
 ``qkv_by_kind`` (all queries, then all keys, then all values), ``q_head_norm`` and ``k_head_norm``, of latent attention
 ``q_whole`` or ``q_down``, ``q_norm`` and ``q_up``, ``kv_down``, ``kv_norm``, ``kv_up``; ``out``, ``mlp_norm`` or
-``experts_norm``, ``gate`` and ``up`` or ``gate_up``, ``down``, the same of an expert (``expert_gate``) and of shared
-ones (``shared_gate``), ``router``; in a module of multi-token prediction ``hidden_norm``, ``embed_norm``, ``proj``, and
-the copies ``module_embed``, ``module_norm``, ``module_head``; of one that reads all streams ``hidden_proj`` and
+``experts_norm``, ``gate`` and ``up`` or ``gate_up``, ``down``, also for experts (``expert_gate``) and shared experts
+(``shared_gate``), ``router``; in a module of multi-token prediction ``hidden_norm``, ``embed_norm``, ``proj``, and the
+copies ``module_embed``, ``module_norm``, ``module_head``; of one that reads all streams ``hidden_proj`` and
 ``embed_proj``. The bias of a weight has its role with ``_bias``.
 
 A matrix is viewed as pipeproof multiplies with it, [in, out]; an expert of a tensor [experts, in, out] is a matrix,
@@ -59,7 +59,7 @@ def whole_view(source: str, shape: Sequence[int]) -> View:
 
 
 def is_table(source: str) -> bool:
-    """Return True for a matrix with a row for each token or position, here as everywhere.
+    """Return True for a matrix with a row for each token or position in all tools.
 
     A head that is tied to one has its rows.
     """
@@ -157,7 +157,7 @@ def _bias_of(tensor: ConventionTensor, shapes: Shapes) -> Iterator[ConventionTen
 
 
 def _adjacent_pairs(view: View, size: int) -> Iterator[View]:
-    """Yield the columns of heads of a size, with those of each rotary pair (i, i + size/2) next to one another."""
+    """Yield the columns of heads of a size, with each rotary pair (i, i + size/2) in adjacent columns."""
     for start in range(0, view.shape[1], size):
         for first in range(start, start + size // 2):
             yield from (view.sliced(1, column, column + 1) for column in (first, first + size // 2))
@@ -199,12 +199,12 @@ class _Describer:
                     yield ConventionTensor(role, name, (self._table(of),), copy_of=of)
 
     def _projection(self, module: str) -> Iterator[ConventionTensor]:
-        """Yield the weights of the hidden state and of what is embedded."""
+        """Yield the weights of the hidden state and of the embedding."""
         if self.model.modules_read_streams:
             weights = {f"{part}_proj": f"{module}.{part}_proj.weight" for part in ("hidden", "embed")}
             yield from self._as_it_is(module, weights)
             return
-        # Most others have what is embedded first, and then what comes from before.
+        # Most others have the embedding first, and then the hidden state.
         proj, size = self._view(f"{module}.proj.weight"), self.model.hidden_size
         hidden, embedded = (proj.sliced(0, position * size, (position + 1) * size) for position in (0, 1))
         halves = (hidden, embedded) if self.convention.hidden_first else (embedded, hidden)
@@ -214,7 +214,7 @@ class _Describer:
         return whole_view(name, self.shapes[name])
 
     def _table(self, end: str, module: str = "") -> View:
-        """Return embedding, last norm or head, without the padding of the vocabulary where the convention has none."""
+        """Return embedding, last norm or head, without the padding of the vocabulary if the convention has none."""
         view = self._view(f"{module}{end}.weight")
         if end == "norm" or self.convention.padded:
             return view
@@ -318,10 +318,10 @@ class _Describer:
         yield from self._as_it_is(name, {"kv_norm": f"{position}.kv_norm.weight", "kv_up": f"{position}.kv_up.weight"})
 
     def _interleaved(self, name: str, pieces: Sequence[tuple[str, int]]) -> tuple[View, ...]:
-        """Return the columns of a weight, with those of rotary positions in adjacent pairs.
+        """Return the columns of a weight, with the columns of rotary positions in adjacent pairs.
 
-        Pair i of R rotated elements is (i, i + R/2) here, and (2 i, 2 i + 1) in all other models with latent attention:
-        DeepSeek's, and Megatron-Core's, which reads them.
+        Pair i of R rotated elements is (i, i + R/2) in this convention, and (2 i, 2 i + 1) in all other models with
+        latent attention: DeepSeek's, and Megatron-Core's, which reads them.
         """
         view, position = self._view(name), 0
         key = view.shape, tuple(pieces)

@@ -1,10 +1,10 @@
 """DeepSeek-V4 as Hugging Face's files have it: names of tensors, settings, and tables of experts by token id.
 
-The names are those of the released files, which transformers, vLLM and SGLang read. ``save_pretrained`` of transformers
-writes some otherwise, which an import reads, too.
+The names come from the released files, which transformers, vLLM and SGLang read. ``save_pretrained`` of transformers
+writes some names differently; an import reads these, too.
 
-A plan draws its tables from ``run.seed``, or names a file that has them, and states do not have them. Files of Hugging
-Face do: an export adds them, and an import requires that they are the plan's.
+A plan draws its tables from ``run.seed``, or names a file with them; states do not have them. Files of Hugging Face
+have them: an export adds them, and an import requires the plan's tables.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ DEEPSEEK_V4 = Convention(
 
 
 def refusal_of(model: ModelSpec) -> str | None:
-    """Return why DeepSeek-V4 is another model than one with ``compressed_attention``; None if it is not."""
+    """Return why a model with ``compressed_attention`` is not DeepSeek-V4; None if it is."""
     mtp, moe, streams = model.mtp, model.moe, model.hyper_connections
     if mtp is not None and (
         mtp.reads != "streams" or mtp.embedding == "own" or model.attention_type(-1) != "sliding_attention"

@@ -2,7 +2,7 @@
 
 A part is a key of the plan's ``model``: ``norm``, ``qk_norm``, ``positions``, ``mlp`` or ``biases``. A model that is
 not listed with a value of a part has a Llama's: RMSNorm, rotary positions, SwiGLU, no norms of heads, no biases. Where
-a model has biases, the tool's names for them follow from those of weights.
+a model has biases, the tool's names for them follow from the weights' names.
 
 Sources: as for ``convention_tables``, and the configurations of transformers' classes.
 """
@@ -22,7 +22,7 @@ _GELUS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 class PartTensors(NamedTuple):
-    """Names of tensors by role, of those that exist once and of those of a block, as in ``Convention``."""
+    """Names of tensors by role: of tensors that exist once and of tensors in a block, as in ``Convention``."""
 
     whole: Mapping[str, str]
     block: Mapping[str, str]
@@ -63,9 +63,9 @@ def _no_settings(_: ModelSpec) -> dict[str, Any]:
 class ToolModel:
     """A model of another tool.
 
-    It can compute a plan's model that ``fits`` and whose parts have the values in ``parts``. ``tensors`` are those that
-    only its parts have, ``settings`` the keys of its configuration for parts and constants. ``convention`` has its
-    names, where the fields in ``layout`` are true.
+    It can compute a plan's model that ``fits`` and whose parts have the values in ``parts``. ``tensors`` are the
+    tensors that only its parts have, ``settings`` the keys of its configuration for parts and constants. ``convention``
+    has its names, if the fields in ``layout`` are true.
     """
 
     name: str
@@ -237,7 +237,7 @@ CONFIG_FILE = "config.json"
 def config_of(model: ModelSpec, dtype: str, convention: str = "huggingface") -> dict[str, Any]:
     """Return the settings of a model whose weights, in ``dtype``, have the names of one of ``TRANSFORMERS``.
 
-    The class is that of ``transformers_class``; one must exist.
+    ``transformers_class`` gives the class, which must exist.
     """
     model_class = transformers_class(model, convention)
     assert model_class is not None, "a model without a class has no names either"

@@ -1,4 +1,4 @@
-"""Writing the files of a reshard: several threads, each of which writes one file from front to back."""
+"""Writing the files of a reshard: several threads, each writes one file from front to back."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _as_source(out: Bits, permutation: tuple[int, ...], num_dims: int) -> Bits:
 _BLOCKS_BYTES = 2**26
 """Most bytes of tensors that all threads hold: each a block of its target, and as much of the source."""
 _WRITE_BACK_BYTES = 2**25
-"""After so many bytes the disk starts writing, so that it works all the time and not only at the end."""
+"""After so many bytes the disk starts writing: it then works all the time and not only at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ class TargetFiles:
     """The files to be written."""
 
     files: Mapping[str, tuple[Shard, ...]]
-    """By file name its shards."""
+    """Shards by file name."""
     tensors: Mapping[str, TensorEntry]
     ranks: Mapping[str, int]
-    """By file name its rank."""
+    """Ranks by file name."""
     metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Metadata of each file's header."""
     keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """By tensor its key in the files, as in Paddle's; else its name. Paddle's scalars have one dim."""
+    """Keys by tensor, if they differ from the names, as in Paddle's files. Paddle's scalars have one dim."""
 
     def header_of(self, file: str) -> tuple[bytes, Header]:
         """Return the first bytes of a file, and its header."""
@@ -145,7 +145,7 @@ def write_target(
         verified_paths: set[Path] = set()
         for name in target.files:
             needed = writer.sources_of(name)
-            if len(target.files) < jobs:  # a thread to itself takes longest, and is not to begin last
+            if len(target.files) < jobs:  # a file with its own thread takes longest, and must not begin last
                 written[name] = pool.submit(writer.write, name)
             tasks += [pool.submit(writer.verify, path) for path in sorted(needed - verified_paths)]
             if name not in written:  # its sources are read from the disk once, in sequence, then again from the cache

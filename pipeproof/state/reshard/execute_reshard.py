@@ -32,10 +32,10 @@ def require_output_path(source: Checkpoint, out: Path, *, is_merged: bool) -> No
     """Refuse an output that exists, or lies in the source; a merged file has a provenance file next to it.
 
     Raises:
-        RefusedError: It is so, or its directory is missing or not writable.
+        RefusedError: The output exists or lies in the source, or its directory is missing or not writable.
     """
     if not out.name:
-        raise RefusedError(OUTPUT_UNUSABLE, f"`{out}` is no name for an output", "give one: `-o NAME`")
+        raise RefusedError(OUTPUT_UNUSABLE, f"`{out}` is not a name for an output", "give one: `-o NAME`")
     require_free(out)
     if is_merged and not work_directory_of(out).is_dir():  # a call that was killed may have named it already
         require_free(provenance_file(out))
@@ -53,7 +53,7 @@ def require_output_path(source: Checkpoint, out: Path, *, is_merged: bool) -> No
 def execute_reshard(
     source: Checkpoint, task: ReshardTask, out: Path, report_progress: Callable[[int, int], None], jobs: int
 ) -> ReshardResult:
-    """Write ``out``; ``report_progress`` is as in ``write_target``. What a call that was killed has left is removed.
+    """Write ``out``; for ``report_progress`` see ``write_target``. Files of a killed call are removed.
 
     Raises:
         RefusedError: It cannot be written there.
@@ -84,7 +84,7 @@ def _indexes(task: ReshardTask, directory: Path, files: tuple[ShardFile, ...]) -
 
 
 def _require_room(task: ReshardTask, out: Path) -> None:
-    """Check the free space first, so that a full disk is not filled; what a killed call has left is removed."""
+    """Check the free space before anything is written; files of a killed call are removed."""
     existing_bytes = sum(file.stat().st_size for file in (work_directory_of(out) / _NEW).glob("*"))
     sizes = (task.target.header_of(name)[1].size_bytes for name in task.target.files)
     parent = out.absolute().parent
@@ -101,7 +101,7 @@ def _write(path: Path, content: str | bytes) -> None:
 
 
 def _publish(new: Path, out: Path, one_file: str | None) -> None:
-    """Give the output its name: the directory of files, or its only file, after the provenance of that."""
+    """Give the output its name: the directory of files, or its only file, after the file's provenance."""
     output_files = new if one_file is None else new / one_file
     sync(new)
     require_free(out)
@@ -129,7 +129,7 @@ def require_free(output: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[Path]:
-    """Make the directory, and yield an empty one in it; both are removed at the end, however that comes.
+    """Make the directory, and yield an empty one in it; both are removed at the end in any case.
 
     Raises:
         RefusedError: another process holds the directory's lock.

@@ -60,7 +60,7 @@ class _Mismatch(NamedTuple):
 def prove_meaning(
     claimed: StateMap, correct: StateMap, model: ModelSpec, target: ShardLayout | None = None
 ) -> tuple[Finding, ...]:
-    """PP211 for each kind of mistake by which a claimed map takes elements for others than the correct map does.
+    """PP211 for each kind of mistake by which a claimed map reads other elements than the correct map.
 
     Experts, fused queries, keys and values, gate and up have texts of their own. With ``target`` the finding names the
     rank that receives them. Tensors that only one map makes are not compared: that is a matter of names.
@@ -75,7 +75,7 @@ def prove_meaning(
 
 
 class _OwnElements:
-    """Elements of any tensors in terms of pipeproof's own tensors: those of the correct map's source or target."""
+    """Elements of any tensors in terms of pipeproof's own tensors, the correct map's source or target."""
 
     def __init__(self, correct: StateMap, model: ModelSpec) -> None:
         self.model = model
@@ -97,7 +97,7 @@ class _OwnElements:
         return None
 
     def text(self, copy: RegionCopy, own_region: _OwnRegion | None) -> str:
-        """Describe what a copy reads, with its meaning in the model."""
+        """Describe the elements that a copy reads, with their meaning in the model."""
         if copy.source is None:
             return "zeros"
         stops = [reader.region.stops for reader in self._readers.get(copy.source, ())] or [copy.source_region.stops]
@@ -225,12 +225,12 @@ def require_other_names(convention: str, path: Path) -> None:
         RefusedError: The convention is not pipeproof's own.
     """
     if convention != OWN_NAMES:
-        message = f"the tensors of {path} have pipeproof's own names, and not those of `{convention}`"
+        message = f"the tensors of {path} have pipeproof's own names, and not the names of `{convention}`"
         raise RefusedError(NOT_CONVERTIBLE, message, "leave `--names` out")
 
 
 def as_directory(task: ReshardTask, source: Checkpoint, convention: str) -> ReshardTask:
-    """Return a task for one file with names of transformers as one for a directory, with the model's configuration.
+    """Turn a task for one file with names of transformers into a task for a directory, with the model's configuration.
 
     Tables of experts by token id get a second file, and both an index.
 
@@ -276,10 +276,10 @@ def _json(content: Mapping[str, object]) -> str:
 def meaning_findings(
     convention: str, claimed: StateMap, source: Checkpoint, plan: LoweredPlan | None, target: ShardLayout
 ) -> tuple[Finding, ...]:
-    """Return where a map of user-written statements moves elements to ones of another meaning.
+    """Return findings where a map of user-written statements moves elements to elements of another meaning.
 
     Raises:
-        PipeproofError: As ``map_of_names``.
+        PipeproofError: See ``map_of_names``.
     """
     return prove_meaning(claimed, map_of_names(convention, source, plan), _model(source, plan), target)
 

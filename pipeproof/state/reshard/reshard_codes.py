@@ -89,7 +89,7 @@ NOT_CONVERTIBLE = RuleDoc(
         "tools have weights only: they can become a plan's state at step 0, and no later one. The names of a "
         "convention depend on the model, which a plan or a state records and a plain file does not."
     ),
-    wrong="pipeproof state reshard model.safetensors --names huggingface -o ours.safetensors    # of which model?",
+    wrong="pipeproof state reshard model.safetensors --names huggingface -o ours.safetensors    # the model is unknown",
     right="pipeproof state reshard model.safetensors --names huggingface --to plan.yaml -o state",
     kind=ExampleKind.COMMAND,
 )

@@ -27,7 +27,7 @@ from pipeproof.state.state_index import TensorEntry
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap
 from pipeproof.verify.layouts.index_maps import NO_BIJECTION, OTHER_INDICES
 
-# Proof that each rank of a plan saves what it computes with: layers on their stages, shards as the rank holds them.
+# Proof that each rank of a plan saves its own tensors: layers on their stages, shards as the rank holds them.
 
 
 def check_placement(layout: ShardLayout) -> Iterator[Finding]:
@@ -104,7 +104,7 @@ def _own_region(plan: LoweredPlan, parameter: Parameter, rank: int) -> Region:
 
 
 def prove(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> tuple[Finding, ...]:
-    """Return the findings against making ``target`` of ``source`` by a map; none if all of it is proved.
+    """Return the findings against making ``target`` from ``source`` by a map; none if everything is proved.
 
     There is one finding for each kind of mistake, with the number of tensors and the first counter-example: tensor,
     rank, range.
@@ -191,8 +191,8 @@ def check_tensors(source: ShardLayout, state_map: StateMap, target: ShardLayout)
 def _missing(names: list[str], surplus: Collection[str], source: ShardLayout, target: ShardLayout) -> Finding:
     names_shown = []
     for name in names[:_SHOWN]:
-        alike = [candidate for candidate in surplus if candidate.startswith(_OPTIMIZER) == name.startswith(_OPTIMIZER)]
-        nearest = get_close_matches(name, alike, 1)
+        near = [other for other in surplus if other.startswith(_OPTIMIZER) == name.startswith(_OPTIMIZER)]
+        nearest = get_close_matches(name, near, 1)
         names_shown.append(f"`{name}`" + (f" (near: `{nearest[0]}`)" if nearest else ""))
     named = _listed(names_shown, len(names))
     message = f"{target.name} needs {_count_text(names)} that {source.name} does not have: {named}"
@@ -262,7 +262,7 @@ _CacheKey = tuple[str, tuple[int, ...], tuple[Region, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _FaultCache:
-    """Faults of regions, computed once for all tensors that are alike."""
+    """Faults of regions, computed once for all identical tensors."""
 
     known: dict[_CacheKey, TilingFault | None] = field(default_factory=dict)
 

@@ -39,9 +39,9 @@ _METADATA = MappingProxyType({"format": "pt"})
 class ReshardTask:
     """A reshard: the files to write, the map from the source, and the target's layout for the proof.
 
-    ``index`` is that of a state, without its files. A merged file has its ``provenance`` instead, and is ``one_file``
-    unless it gets a directory. ``extra_files`` are further files of a directory, by name. ``notes`` are on data that
-    changes.
+    ``index`` is the index of a state, without its files. A merged file has its ``provenance`` instead, and is
+    ``one_file`` unless it gets a directory. ``extra_files`` are further files of a directory, by name. ``notes`` are on
+    data that changes.
     """
 
     target: TargetFiles
@@ -64,7 +64,7 @@ def task_for_plan(
 ) -> ReshardTask:
     """Return the task for a state as runs of a plan save it.
 
-    ``given_map`` makes the plan's tensors of the source's, if these have other names; ``digest`` is the plan's.
+    ``given_map`` makes the plan's tensors from the source's, if these have other names; ``digest`` is the plan's.
 
     Raises:
         StateError: The source belongs to another training.
@@ -116,10 +116,10 @@ def training_faults(plan: LoweredPlan, other: LoweredPlan, *, weights_only: bool
 def task_for_file(source: Checkpoint, out: Path, given_map: StateMap | None, *, weights_only: bool) -> ReshardTask:
     """Return the task for one file with every tensor whole.
 
-    Of a state, under the source's names, it can become a state again. The file has its tensors alone, so that files of
-    equal content are equal; all else is provenance.
+    Of a state, under the source's names, it can become a state again. The file only has its tensors: files of equal
+    content are equal; all other facts are provenance.
 
-    ``given_map`` makes the file's tensors of the source's, if they get other names.
+    ``given_map`` makes the file's tensors from the source's, if they get other names.
     """
     provenance = _origin_unknown() if source.index is None else source.index
     if source.index is not None and weights_only:
@@ -189,8 +189,8 @@ def _whole(name: str, entry: TensorEntry) -> Shard:
     return Shard(tensor=name, offsets=offsets, extents=extents)
 
 
-# Padding of the vocabulary. Megatron-LM pads it to a multiple of 128 times the number of tensor-parallel ranks, so that
-# a checkpoint for another number has other rows.
+# Padding of the vocabulary. Megatron-LM pads it to a multiple of 128 times the number of tensor-parallel ranks: a
+# checkpoint for another number has other rows.
 
 VOCABULARY_DIM = {"embed.weight": 0, "head.weight": 1}
 """Dim of a weight, and of its moments, that counts token ids."""
@@ -203,8 +203,8 @@ def padding_map(
 ) -> StateMap:
     """Map each tensor of a state to itself, except those that count token ids, which get the padding of ``model``.
 
-    ``values`` are those of the source's index: a plan's keys, dotted. Padding of the source is dropped; that of the
-    target is zeros, for weights and for moments.
+    ``values`` are from the source's index: a plan's keys, dotted. The source's padding is dropped; the target's padding
+    is zeros, for weights and for moments.
 
     Raises:
         PipeproofError: PP214, the vocabularies differ in size, and the number of token ids is unknown or differs.
@@ -251,7 +251,7 @@ def _padded(name: str, entry: TensorEntry, dim: int, model: ModelSpec) -> Tensor
 
 
 _FILE_BYTES = 2**32
-"""A file is full with so many bytes of tensors: several are written at a time."""
+"""A file is full with this many bytes of tensors: several files are written at a time."""
 
 
 def files_of_whole(

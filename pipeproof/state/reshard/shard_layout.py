@@ -63,14 +63,14 @@ def layout_of_files(
 
 
 class BadSharding(NamedTuple):
-    """Tensors of a layout that are sharded alike, and the first region that their shards do not hold exactly once."""
+    """Tensors of a layout with the same sharding, and the first region that their shards do not hold exactly once."""
 
     tensors: tuple[str, ...]
     fault: TilingFault
 
 
 def bad_shardings(layout: ShardLayout) -> Iterator[BadSharding]:
-    """Yield the shardings of a layout that are no bijection, in the order of the tensors.
+    """Yield the shardings of a layout that are not bijections, in the order of the tensors.
 
     Equal shardings are checked once.
     """

@@ -55,7 +55,7 @@ def test_all_of_the_language_is_read():
         ("a -", "1:3-3", "unexpected '-'"),
         ("a.wé -> b", "1:4-4", "unexpected 'é'"),
         ("0.w -> b", "1:1-1", "unexpected '0'"),
-        ("a.$LAYERS.w -> b", "1:3-9", "`$LAYERS` is no placeholder"),
+        ("a.$LAYERS.w -> b", "1:3-9", "`$LAYERS` is not a placeholder"),
         ("a -> b^T", "1:6-8", "is a view"),
         ("a^Tb -> c", "1:2-2", "unexpected '^'"),
         ("a, b -> c", "1:1-9", "needs `axis`"),

@@ -33,6 +33,6 @@ def test_a_name_that_is_not_printable_is_refused_in_an_index(name):
         "pipeproof_state": 1, "steps_done": 1, "digest": "", "framework": "paddle", "versions": {}, "mesh": {},
         "values": {}, "tensors": {name: {"kind": "weight", "dtype": "float32", "shape": [1]}}, "files": [],
     }  # fmt: skip
-    with pytest.raises(StateError, match="is no name of a tensor") as caught:
+    with pytest.raises(StateError, match="is not a name of a tensor") as caught:
         parse_index(json.dumps(index), "it", "")
     assert str(caught.value).isprintable()

@@ -165,7 +165,7 @@ DAMAGES = {
     "plain": (lambda path: (path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}})),
               "has dict where DCP's Metadata should be"),
     "half": (lambda path: cut(path / ".metadata", 40), "is damaged, or no metadata of PyTorch's DCP"),
-    "another directory": (lambda path: placed(path, relative_path="../x"), "which is no name of a file next to it"),
+    "another directory": (lambda path: placed(path, relative_path="../x"), "which does not name a file next to it"),
     "another place": (lambda path: placed(path, offset=4), "the archive of float32 at byte"),
     "another shape": (lambda path: edit(path, other_shape), "the tensor differ in their number of dims"),
 }  # fmt: skip

@@ -42,8 +42,8 @@ def refused(*words, status):
 @pytest.mark.parametrize(
     ("line", "status", "message"),
     [
-        ("states --to plan.yaml -o .", 2, "is no name for an output"),
-        ("states --to plan.yaml -o /", 2, "is no name for an output"),
+        ("states --to plan.yaml -o .", 2, "is not a name for an output"),
+        ("states --to plan.yaml -o /", 2, "is not a name for an output"),
         (f"states --to plan.yaml -o {'n' * 300}", 2, "File name too long"),
         ("'' --to plan.yaml -o made", 2, "the path is empty"),  # which is not the directory at hand
         ("states --to '' -o made", 2, "the path is empty"),
@@ -54,8 +54,8 @@ def refused(*words, status):
          "cannot read `plam.yaml`: no such file or directory = help: did you mean `plan.yaml`?"),
         ("theirs.safetensors plan.yaml -o made", 1, "`--names CONVENTION`"),
         ("states -o x.safetensors --names hf", 2, "there is no naming convention `hf`"),
-        ("states plan.yaml -o made --names huggingface", 2, "pipeproof's own names, and not those of `huggingface`"),
-        ("merged.safetensors plan.yaml -o made --names huggingface", 2, "and not those of `huggingface`"),
+        ("states plan.yaml -o made --names huggingface", 2, "pipeproof's own names, and not the names of `huggingface`"),
+        ("merged.safetensors plan.yaml -o made --names huggingface", 2, "and not the names of `huggingface`"),
         ("plan.yaml plan.yaml --check --names huggingface", 2, "leave --names out"),
     ],
 )  # fmt: skip
