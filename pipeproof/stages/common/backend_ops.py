@@ -1,9 +1,9 @@
 """Functions of a framework that the shared part of a stage calls, and arithmetic that is one code on both frameworks.
 
 Where both frameworks have the same function, the member is that function itself, so a call has no extra cost. In
-addition, the shared code uses only what the tensors of both frameworks have in common: arithmetic, slices, ``@``,
-``detach``, ``clone``, ``contiguous``, ``reshape``, ``flatten``, ``squeeze``, ``unsqueeze``, ``sigmoid``, ``exp``,
-``sum`` over a dim, ``logsumexp`` and ``shape``.
+addition, the shared code uses only features of both frameworks' tensors: arithmetic, slices, ``@``, ``detach``,
+``clone``, ``contiguous``, ``reshape``, ``flatten``, ``squeeze``, ``unsqueeze``, ``sigmoid``, ``exp``, ``sum`` over a
+dim, ``logsumexp`` and ``shape``.
 
 Shape letters: B rows, K heads of keys and values of this rank, G query heads of each, S sequence, D head size.
 """
@@ -90,7 +90,7 @@ class BackendOps(Protocol):
         """Softmax along a dim."""
 
     def relu(self, tensor: Tensor, /) -> Tensor:
-        """The larger one of each element and zero."""
+        """The larger of each element and zero."""
 
     def unchosen(self, scores: Tensor, number: int, /) -> Tensor:
         """0 for the ``number`` largest of the last dim, at equal ones the first, else minus infinity; no gradient."""
@@ -148,9 +148,9 @@ def clamped_swiglu(
 ) -> Tensor:
     """``swiglu(g, u)`` with g = min(gate, limit) and u = up clamped to [-limit, limit].
 
-    Without ``swiglu`` it is that of gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``), ``g sigmoid(1.702 g)
-    (u + 1)``. The gradient of the framework's ``clip`` is zero beyond a limit; at the limit it is the gradient from
-    inside.
+    Without ``swiglu`` it is gpt-oss's function (openai/gpt-oss, ``gpt_oss/torch/model.py``),
+    ``g sigmoid(1.702 g) (u + 1)``. The gradient of the framework's ``clip`` is zero beyond a limit; at the limit it is
+    the gradient from inside.
     """
     g, u = clip(gate, max=limit), clip(up, min=-limit, max=limit)
     return g * (CLAMPED_SWIGLU_ALPHA * g).sigmoid() * (u + 1.0) if swiglu is None else swiglu(g, u)

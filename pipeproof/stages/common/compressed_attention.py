@@ -23,12 +23,12 @@ Apply = Callable[[Tensor, str], Tensor]
 
 
 class _Tables(NamedTuple):
-    """Constants of a sequence of one length: positions of tokens and entries, and what queries do not see.
+    """Constants of a sequence of one length: positions of tokens and entries, and the keys that queries do not see.
 
     ``cos`` and ``sin`` are [S, R / 2]; ``entry_cos`` and ``entry_sin`` [T, R / 2]. ``unseen`` [S, N] is added to
     scores: 0, or minus infinity for keys that are later or left the window, and for entries with later tokens.
 
-    With packed documents entries differ by row: what is of entries, and ``unseen``, begins with a dim of rows. Then
+    With packed documents entries differ by row: values of entries, and ``unseen``, begin with a dim of rows. Then
     ``tokens`` [B, T x m] are the tokens of the windows, counted over all rows, and ``begins`` [B, T, 1, 1] is minus
     infinity at the first window of a document, else 0. Positions count through the sequence: only distances matter.
     """

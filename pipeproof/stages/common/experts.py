@@ -2,8 +2,8 @@
 
 The experts of ``stages.paddle`` and ``stages.torch`` choose, and order rows, on the host and on the device. In both the
 rows of an expert's products are its tokens, by the expert-parallel rank that they come from, then by their position in
-that rank's micro-batch. Gradients move back as their tokens moved. With ``dispatcher: all_gather`` the rows of an
-expert are the same ones in the same order, and the sum over the experts of a token is one over ranks of sums.
+that rank's micro-batch. Gradients move back as their tokens moved. With ``dispatcher: all_gather`` an expert has the
+same rows in the same order, and the sum over a token's experts is a sum over ranks of sums.
 
 Shape letters: S sequence, B rows, H hidden, N = S B tokens, E experts, k of them for a token, V visits, M inner size;
 R expert-parallel ranks, each with E / R experts.
@@ -43,17 +43,17 @@ class ExpertCollectives(Protocol):
     def announce(
         self, counts: Tensor, sizes: Sequence[int], use: Callable[[Tensor], Used], *, label: str
     ) -> Callable[[], Used]:
-        """Exchange counts, ``sizes[m]`` with each member m; return a function that gives ``use`` of those received.
+        """Exchange counts, ``sizes[m]`` with each member m; return a function that returns ``use`` of the result.
 
-        In an overlapped pair that function lets the other computation have its turn first; else ``use`` has been called
-        before the return. All that the next collective sends must have been launched when the function is called.
+        In an overlapped pair that function runs the other computation first; otherwise ``use`` has been called before
+        the return. Everything that the next collective sends must have been launched when the function is called.
         """
 
     def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
         """Return all members' parts of each tensor, joined along dim 0. All are issued before the first is needed."""
 
     def reduce_scatter_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
-        """Return this member's part along dim 0 of the sum of each tensor over all members; issued likewise."""
+        """Return this member's part along dim 0 of the sum of each tensor over all members; all are issued first."""
 
 
 class ExpertRegion:
@@ -146,7 +146,7 @@ class ExpertRegion:
 def expert_region(
     ops: BackendOps, plan: PlanSpec, tp_rank: int, ep_rank: int, collectives: ExpertCollectives | None
 ) -> ExpertRegion:
-    """The ranks that the plan distributes experts over: those of EP, or of TP, which have the same tokens."""
+    """The ranks that the plan distributes experts over: EP ranks, or TP ranks, which have the same tokens."""
     topology = plan.topology
     if topology.experts_over_tp:
         return ExpertRegion(ops, tp_rank, topology.tp, None, shares_tokens=True)
@@ -312,7 +312,7 @@ class Balance(ABC):
         self._loads: dict[str, Held] = {}
 
     def begin(self) -> None:
-        """Reset everything but the biases."""
+        """Reset everything except the biases."""
         self._losses.clear()
         self._visits.clear()
         self._loads.clear()

@@ -118,7 +118,7 @@ class Stage(ABC, Generic[TokenBatch]):
                 layer_ops.tables[0], recomputes="core_attn" in self._modules,
             )  # fmt: skip
         self.adds_by_block = False
-        """True if the backward of a recomputed block also adds its weight gradients, so that nothing of it is kept."""
+        """True if the backward of a recomputed block also adds its weight gradients: nothing of the block is kept."""
         self.losses: Any = None
         """The scaled loss of the latest forward through the head; with MTP modules the main loss and theirs, [k]."""
 
@@ -192,7 +192,7 @@ class Stage(ABC, Generic[TokenBatch]):
                     name=layer.name,
                     index=index,
                     split=split,
-                    token_ids=work_item.tokens if routes_by_token else None,  # else nothing would free them
+                    token_ids=work_item.tokens if routes_by_token else None,  # otherwise nothing would free them
                     dropouts=dropouts,
                 )
                 if is_mtp(layer.name):

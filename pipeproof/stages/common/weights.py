@@ -76,7 +76,7 @@ class SplitWeights(Protocol):
 
 
 class DeferringWeights:
-    """The backward of a ``SplitWeights``, which collects what its uses of weights defer.
+    """The backward of a ``SplitWeights``, which collects the gradients that its uses of weights defer.
 
     ``run_backward`` is autograd's, of roots and their gradients.
     """

@@ -52,7 +52,7 @@ class Boundary:
 
     @property
     def changes_layout(self) -> bool:
-        """True if the two sides have different layouts, so that the messages of ``reshard`` replace a transport."""
+        """True if the two sides have different layouts: the messages of ``reshard`` then replace a transport."""
         return self.receiver_tp is not None and self.receiver_tp != self.tp and self.num_tp_ranks > 1
 
     def reshard(self, *, gradient: bool) -> tuple[Message, ...]:
@@ -104,7 +104,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class DirectEdge:
-    """A tensor that its producer stage sends to later stages itself; ``variants`` are as of ``Edge``."""
+    """A tensor that its producer stage sends to later stages itself; for ``variants`` see ``Edge``."""
 
     name: str
     producer: int
@@ -121,7 +121,7 @@ class DirectEdge:
 def gpt_boundary(plan: PlanSpec) -> Boundary:
     """The activation of a GPT: invariant over TP, or sharded along the sequence with sequence parallelism.
 
-    It is that of one context-parallel rank, a micro-batch of full size, and one residual stream.
+    Its size is for one context-parallel rank, a micro-batch of full size, and one residual stream.
     """
     size = MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size)
     return activation(plan, size, plan.gpt.hidden_size)

@@ -74,7 +74,7 @@ class _Describer:
     def collectives(
         self, operations: ops.Operations
     ) -> tuple[tuple[tuple[Collective, ...], tuple[Collective, ...]], ...]:
-        """Those of forward and of backward, by operation."""
+        """The collectives of forward and of backward, by operation."""
         return tuple(self._collectives(operation) for operation in operations)
 
     def _parameter(self, weight: ops.Weight, rows: ops.Rows) -> Parameter:
@@ -139,6 +139,6 @@ class _Describer:
         return (gather,) if self._sizes.is_sharded_between else ()
 
     def _sum(self, numel: int, label: str) -> tuple[Collective, ...]:
-        """The sum of all ranks' addends, of which each rank gets its own tokens with sequence parallelism."""
+        """The sum of all ranks' addends; with sequence parallelism each rank gets its own tokens."""
         kind = CollectiveKind.REDUCE_SCATTER if self._sizes.is_sharded_between else CollectiveKind.ALL_REDUCE
         return (Collective(kind, "tp", numel, label),)

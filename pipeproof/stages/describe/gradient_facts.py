@@ -4,7 +4,7 @@ There is no framework and no op graph: a rule compares these facts with the addi
 program. ``gpt_gradients`` returns them for the plan's GPT; other models (experts, tied weights, auxiliary losses) are
 written in Python.
 
-Axes are those of the device mesh. Ranks over ``dp`` and ``ep`` have different micro-batches, ranks over ``cp`` share
+Axes are axes of the device mesh. Ranks over ``dp`` and ``ep`` have different micro-batches, ranks over ``cp`` share
 each sequence. Over all three a gradient is partial, unless the parameter is sharded over the axis.
 """
 
@@ -131,7 +131,7 @@ def gpt_gradients(stages: Sequence[Sequence[Layer]], normalization: str, num_ran
 
 
 def custom_gradients(facts: GradientFacts, normalization: str, *, last_stage: int) -> GradientFacts:
-    """The facts of custom layers, from those of their parameters. The loss is after the last layer."""
+    """The facts of custom layers, from the facts of their parameters. The loss is after the last layer."""
     return replace(facts, losses=(Loss(MAIN_LOSS, last_stage, NORMALIZATIONS[normalization]),))
 
 
@@ -165,7 +165,7 @@ ROUTER_LOSSES = ("aux", "z")
 def routers(layers: Iterable[Layer]) -> tuple[str, ...]:
     """The experts in some layers, in order, by the common prefix of their weights: ``layer.3.mlp``.
 
-    Those whose choice a table makes are not among them: their routers have neither losses nor biases.
+    Experts that a table chooses are not included: their routers have neither losses nor biases.
     """
     return _experts_with(_ROUTER, layers)
 

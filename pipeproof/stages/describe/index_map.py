@@ -1,4 +1,4 @@
-"""Maps from the elements of a rank's local tensor to those of the whole tensor, as ranges.
+"""Maps from the elements of a rank's local tensor to elements of the whole tensor, as ranges.
 
 A map is a list of ranges (local start, global start, length), with both sides flattened in C order. Maps are compared
 by sorting the ends of ranges, so the time depends on the number of ranges, not on the number of elements.
@@ -63,7 +63,7 @@ class IndexMap:
         return [IndexRange(*row) for row in columns]
 
     def part(self, start: int, stop: int, at: int) -> IndexMap:
-        """The map of local indices ``start .. stop``, shifted so that ``start`` becomes ``at``."""
+        """The map of local indices ``start .. stop``, shifted from ``start`` to ``at``."""
         low = np.maximum(self.local, start)
         length = np.minimum(self.local + self.length, stop) - low
         kept = length > 0

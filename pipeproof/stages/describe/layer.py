@@ -1,8 +1,8 @@
 """Layers: names and order, parameters with their placement over TP and EP, and collectives.
 
 This file imports no framework. The stages must build and issue exactly these shapes, names and orders, and the rules
-check them. ``gpt`` lists the layers of a plan. The order is that of PaddleFleet's GPT; its class names are the ones
-that ``stages: layer:REGEX`` matches.
+check them. ``gpt`` lists the layers of a plan. The order is the same as in PaddleFleet's GPT; ``stages: layer:REGEX``
+matches its class names.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Collective:
 class Parameter:
     """One weight: its global shape, its placement over TP and EP, and its initial value.
 
-    ``partial_over`` has the axes over which each rank has only an addend of the gradient after backward, so that a
+    ``partial_over`` has the axes over which each rank has only an addend of the gradient after backward, and a
     reduction before the optimizer is needed: norm weights with sequence parallelism, and all weights with context
-    parallelism, see only the tokens of their rank; a router's see one part of each expert. Over ``dp`` and ``ep`` every
-    gradient is a sum, except for weights sharded over ``ep``: an expert gets the tokens of all EP ranks. ``init_std``
-    is None for weights that start as ``init_value`` everywhere.
+    parallelism, see only the tokens of their rank; a router's weights see one part of each expert. Over ``dp`` and
+    ``ep`` every gradient is a sum, except for weights sharded over ``ep``: an expert gets the tokens of all EP ranks.
+    ``init_std`` is None for weights that start as ``init_value`` everywhere.
     """
 
     name: str
@@ -122,7 +122,7 @@ def attention_of(model: ModelSpec, name: str) -> AttentionType | None:
 
 
 def backward_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
-    """Collectives of a layer's backward, with those of what it computes again."""
+    """Collectives of a layer's backward, including recomputed forwards."""
     prefix = f"{layer.name}."
     return with_recomputed(plan, layer.name, layer.forward_collectives, layer.backward_collectives, prefix)
 
@@ -130,10 +130,10 @@ def backward_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
 def with_recomputed(
     plan: PlanSpec, name: str, forward: Sequence[Collective], backward: Sequence[Collective], prefix: str = ""
 ) -> tuple[Collective, ...]:
-    """The collectives of a backward of the layer ``name``, with those of the forwards that it computes again.
+    """The collectives of a backward of the layer ``name``, including collectives of recomputed forwards.
 
-    With full recomputation those of a block's forward come first. Those of a module come right before the first one of
-    its own backward. Labels begin with ``prefix``.
+    With full recomputation the collectives of a block's forward come first. A module's collectives come right before
+    the first collective of its own backward. Labels begin with ``prefix``.
     """
     if plan.memory.recompute == "none" or not is_block(name):
         return tuple(backward)
@@ -245,17 +245,16 @@ def counts_in_even_cut(name: str) -> bool:
     return layer_prefix(name) in ("layer", "empty")
 
 
-# Exchanges: the collectives between the parts of a computation, and the overlap points among them.
-#
-# A computation that takes turns with another one is cut at each of its collectives. Those that it issues together are
-# one exchange: the gathers of the router's outputs and of the tokens, and the sums of their gradients. An exchange of
-# tokens over ``ep`` is an *overlap point*: while it is under way, the other computation has its turn. The exchange of
-# counts is none. The host reads its result before it can send tokens, so the overlap point behind it is *late*: it is
-# issued after the other computation has launched what it computes in its turn.
+# Exchanges: the collectives between the parts of a computation, and the overlap points among them. A computation that
+# alternates with another one is cut at each of its collectives. Collectives that it issues together are one exchange:
+# the gathers of the router's outputs and of the tokens, and the sums of their gradients. An exchange of tokens over
+# ``ep`` is an *overlap point*: while it is under way, the other computation runs. The exchange of counts is not an
+# overlap point. The host reads its result before it can send tokens, so the overlap point behind it is *late*: it is
+# issued after the other computation has launched its next part.
 
 
 class Exchange(NamedTuple):
-    """Number of collectives that are issued together, whether the computation hands over there, and how late."""
+    """Number of collectives that are issued together, whether this is an overlap point, and how late."""
 
     num_collectives: int
     is_overlap_point: bool
@@ -293,7 +292,7 @@ def _goes_with(first: Collective, second: Collective) -> bool:
 
 
 WHOLE_MLP: tuple[RecomputeModule, ...] = ("mlp", "moe")
-"""Modules in place of which a block has the other one: an MLP, or a router with its experts."""
+"""Modules that exclude each other in a block: an MLP, or a router with its experts."""
 
 _MLP, _BEHIND_MLP = "mlp.", ("mlp.add", "mlp.dropout")
 _SHARED = ("mlp.shared.gate_up", "mlp.shared.swiglu", "mlp.shared.down")

@@ -53,7 +53,7 @@ def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
 def describe_boundary(plan: PlanSpec) -> Boundary:
     """The activation between the layers of a plan's model.
 
-    Of custom layers it is the smallest output of any: a lower bound of the boundary for any partition.
+    For custom layers it is the smallest output of any layer: a lower bound of the boundary for any partition.
     """
     if not plan.is_custom:
         return gpt_boundary(plan)
@@ -82,8 +82,8 @@ def typed_layers(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[
 def stored_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:
     """Activations that a stage of these layers stores for a work item of ``size``, added up per operation name.
 
-    Custom layers store the measured activations of the longest micro-batch until the end of W. Where a layer has no
-    measured ones, its input is counted: a lower bound.
+    Custom layers store the measured activations of the longest micro-batch until the end of W. For a layer without
+    measured activations its input is counted: a lower bound.
     """
     if not plan.is_custom:
         return gpt_activations(plan, layers, size)
@@ -196,7 +196,7 @@ def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
 
 
 def direct_edges(plan: PlanSpec) -> tuple[DirectEdge, ...]:
-    """The edges of custom layers that are sent past the stages between, but for those within a stage."""
+    """The edges of custom layers that are sent past the stages between, without edges within a stage."""
     stage_of = {name: stage for stage, names in enumerate(stage_layers(plan)) for name in names} if plan.edges else {}
     edges = []
     for edge in plan.edges:

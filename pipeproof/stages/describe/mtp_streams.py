@@ -1,8 +1,8 @@
 """Multi-token prediction (MTP): streams, shifted micro-batches and losses.
 
 The main model and each module predict from their own activations of a token: an MTP stream each. Streams between stages
-are one tensor, joined along the rows of the micro-batch (b): the rows of the main stream first, then those of module 0,
-and so on. So sequence parallelism splits all streams at the same tokens, in either order of dims.
+are one tensor, joined along the rows of the micro-batch (b): the rows of the main stream first, then the rows of module
+0, and so on. So sequence parallelism splits all streams at the same tokens, in either order of dims.
 
 Blocks process the main stream. Module j reads stream j and writes stream j + 1. Embedding, final norm and head process
 all existing streams. The final norm processes the main stream if modules have norms of their own.
@@ -117,8 +117,8 @@ def with_mtp_losses(facts: GradientFacts, plan: PlanSpec, stages: Sequence[Seque
     """Add the losses of MTP modules, on the stage of the main loss, to a model's facts.
 
     A token counts as in the main loss, times the weight of a module. The weights of module j are reached by the losses
-    of modules j and later, but not by the main loss or those of earlier modules; the weights of the main contraction
-    (``MAIN_STREAMS``) by the main loss alone. All other weights are reached by all losses after them.
+    of modules j and later, but not by the main loss or the losses of earlier modules; the weights of the main
+    contraction (``MAIN_STREAMS``) only by the main loss. All other weights are reached by all losses after them.
     """
     mtp = plan.gpt.mtp
     if mtp is None:

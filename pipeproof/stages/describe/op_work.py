@@ -57,7 +57,7 @@ for their sums, the gradients of b and p."""
 _ROTARY_COSTS: tuple[ops.Cost, ops.Cost] = (3, 12), (6, 14)
 """Costs, forward and backward, of rotary positions step by step (Megatron-LM's ``_apply_rotary_pos_emb_bshd``, commit
 d98e8a6). Forward: two products, the negation of a half, two concatenations, a sum. Backward: two products, the negation
-of a half, a concatenation, a sum; and the elements behind the rotated ones, of which there are none, have a gradient of
+of a half, a concatenation, a sum; and the elements behind the rotated ones (there are none) have a gradient of
 zeros that is filled and added."""
 
 _ROTARY_LAUNCHES = 24, 14
@@ -91,8 +91,8 @@ _CAUSAL_SHARES: Mapping[Phase, Fraction] = MappingProxyType(
 class ProductShape(NamedTuple):
     """``number`` products of [rows, inner] and [inner, columns].
 
-    ``ragged`` products have unequal rows that are ``rows`` in the mean: those of experts. Of attention, ``inner`` is
-    the size of a head and ``columns`` the number of keys.
+    ``ragged`` products (of experts) have unequal rows with the mean ``rows``. For attention, ``inner`` is the size of a
+    head and ``columns`` the number of keys.
     """
 
     rows: Fraction
@@ -306,8 +306,8 @@ class _RankWork:
     def _flash_core(self, core: ops.AttentionCore) -> Iterator[Work]:
         """Reads q, k, v and writes o; in backward reads q, k, v, o, do and writes dq, dk, dv.
 
-        Over a ring of cp each step's result is added to that of the steps before: two reads and a write of the output,
-        and backward of the gradients of q, k and v.
+        Over a ring of cp each step's result is added to the result of earlier steps: two reads and a write of the
+        output, and in backward of the gradients of q, k and v.
         """
         tp, name = self._sizes.tp, core.name
         scores, mix = 2 * self._pairs * core.queries / tp, 2 * self._pairs * core.mixed / tp
@@ -328,7 +328,7 @@ class _RankWork:
     def _compressed_core(self, core: ops.CompressedCore) -> Iterator[Work]:
         """Flash attention to what queries see, or products of all pairs, with a softmax that has a sink.
 
-        Keys are the values, so that each is read once and has one gradient.
+        Keys are the values: each is read once and has one gradient.
         """
         sizes, size = self._sizes, self._sizes.size
         entries, heads = sizes.rows(ops.ENTRIES), Fraction(core.num_heads, sizes.tp)

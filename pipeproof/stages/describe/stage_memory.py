@@ -5,11 +5,11 @@ weight's gradient. Every other operation stores what its own backward reads, unt
 needs the gradients of the outputs of products and norms, from the end of I on.
 
 - Norms: the input, and the factor of each token (with LayerNorm also its mean), or of each head, in float32.
-- Biases and learned positions: nothing. W needs the gradient of the sum over TP; without sequence parallelism it is
-  that of the product before.
+- Biases and learned positions: nothing. W needs the gradient of the sum over TP; without sequence parallelism it is the
+  gradient of the product before.
 - Flash attention (arXiv:2205.14135): q, k, v, and a float32 number for each query of a head; the output is the input of
-  the next product. Unfused: the probabilities in place of these numbers. With context parallelism k and v are those of
-  the whole sequence, gathered.
+  the next product. Unfused: the probabilities in place of these numbers. With context parallelism k and v are gathered
+  for the whole sequence.
 - Experts (with evenly distributed tokens): the router's probabilities in float32, as many numbers for the gradient of
   the router's losses (on the first TP rank), the tokens as sent to experts, and the output for each, which the router's
   gradient needs. Latent attention: queries, keys and values per head.
@@ -92,7 +92,7 @@ class Lifetime(StrEnum):
     TO_WEIGHT = "from F to the end of W"
     IN_FORWARD = "while F runs"
     IN_INPUT = "while I runs"
-    BETWEEN = "from the end of I to that of W"
+    BETWEEN = "from the end of I to the end of W"
 
     @property
     def is_from_forward(self) -> bool:
@@ -237,7 +237,7 @@ class _RankMemory:
                 item = FLOAT32 if operation.is_float32 else self._item
                 widened = FLOAT32 * operation.widened if self._item < FLOAT32 else 0
                 yield StoredActivation(name, Lifetime.TO_INPUT, (item * operation.stored + widened) * numel)
-            case ops.Elementwise() if operation.weights and sizes.is_sharded_between:  # else it is a product's gradient
+            case ops.Elementwise() if operation.weights and sizes.is_sharded_between:  # or a product's gradient
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
                 yield StoredActivation(f"{name}.grad", Lifetime.BETWEEN, self._item * numel)
             case ops.Stored() if self._recomputes or not operation.if_recomputed:
@@ -261,7 +261,7 @@ class _RankMemory:
 
     @property
     def _logits_bytes(self) -> tuple[int, int]:
-        """Bytes of an element of the logits from F on, and of what I adds to them: gradients, or a copy in `dtype`."""
+        """Bytes of an element of the logits from F on, and of I's addition to them: gradients, or a copy in `dtype`."""
         return {
             "separate": (FLOAT32, FLOAT32),
             "in_place": (FLOAT32, self._item),

@@ -58,9 +58,9 @@ def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[A
 
 
 def hash_tables(plan: PlanSpec, names: Iterable[str] | None = None) -> dict[str, npt.NDArray[np.int64]]:
-    """The experts that each token id is sent to, in order, [V, k]; all k differ. By default of all blocks.
+    """The experts that each token id is sent to, in order, [V, k]; all k differ. Default: for all blocks.
 
-    ``names`` are those of experts, such as ``layer.0.mlp``. A file with the tables is read once in a call.
+    ``names`` are names of experts, such as ``layer.0.mlp``. A file with the tables is read once in a call.
 
     Raises:
         BadPlanAtError: PP106, the plan's file has not the tables of the plan.
@@ -132,7 +132,7 @@ def stored_hash_tables(plan: PlanSpec) -> dict[str, npt.NDArray[np.int64]]:
 
 
 def _fault_of(table: npt.NDArray[np.int64], shape: tuple[int, int], num_experts: int) -> str | None:
-    """Why a table is none of this model; None if it is one."""
+    """The reason why a table does not fit this model; None if it fits."""
     if not table.size:
         return "is missing"
     if table.shape != shape:
@@ -168,8 +168,9 @@ def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
     Data ranks have different micro-batches, over ``dp`` and ``ep``; the data rank at (dp, ep) is dp * (number of ep
     ranks) + ep.
 
-    Low token ids are more frequent, so that there is something to learn; none is in the vocabulary's padding. Each row
-    counts a random number of leading positions: micro-batches differ in their number of counted tokens, as in practice.
+    Low token ids are more frequent, which gives the model something to learn; no id is in the vocabulary's padding.
+    Each row counts a random number of leading positions: micro-batches differ in their number of counted tokens, as in
+    practice.
     """
     size = _size(plan, index)
     length = size.seq_length
@@ -180,7 +181,7 @@ def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
 
 
 def loss_scale(plan: PlanSpec, step: int, index: int) -> float:
-    """The factor of the summed token losses of one micro-batch, so that the losses of a step can be added.
+    """The factor of the summed token losses of one micro-batch: with it the losses of a step can be added.
 
     ``global_tokens``: one over the counted tokens of the whole step. ``mean_of_micro_batches``: one over (this
     micro-batch's counted tokens times the number of micro-batches of all data ranks).
@@ -224,10 +225,9 @@ def _digest(purpose: str, *key: int | str) -> int:
 #
 # The key of a mask is the run's seed, the step, the micro-batch (counted over all data ranks), the layer and the site
 # in it. The i-th 64-bit word of a counter-based generator (Philox, Salmon et al., SC 2011) belongs to the i-th element
-# of the whole tensor, so a part of a mask can be drawn without the rest.
-#
-# The order of the whole tensor does not depend on that of activations: rows, then positions, then the elements of a
-# token; for attention rows, heads, queries, keys.
+# of the whole tensor, so a part of a mask can be drawn without the rest. The order of the whole tensor does not depend
+# on the order of activations: rows, then positions, then the elements of a token; for attention rows, heads, queries,
+# keys.
 
 
 DropoutMask = npt.NDArray[np.bool_]

@@ -1,9 +1,9 @@
 """The signature of every typed operation, over one mesh axis at a time.
 
 ``output_type`` derives the type of an operation's value from the operands' types, or refuses them. The axes are
-independent: a tensor that is cut over ``cp`` and invariant over ``tp`` is checked twice. The rules are those of SPMD
-type systems (replicated, invariant, varying, partial; Megatron's f and g are the relabel I to R and the all-reduce P to
-I), with the cut dim by name.
+independent: a tensor that is cut over ``cp`` and invariant over ``tp`` is checked twice. The rules come from SPMD type
+systems (replicated, invariant, varying, partial; Megatron's f and g are the relabel I to R and the all-reduce P to I),
+with the cut dim by name.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Dims: ``a`` heads of ``q`` elements, ``o`` = ``a`` x ``q``, ``lq`` the compressed query, ``t`` the tokens as keys,
 ``kv`` the elements of a key. For entries of each type (``sparse``, ``heavy``) and of the indexer (``index``): ``w_``
-windows of ``m_`` tokens, ``u_`` the tokens in windows, ``k_`` the columns of a product and ``c_`` those of all products
-next to each other; an entry has ``kv`` or ``ki`` elements. The indexer has ``ai`` heads, ``oi`` = ``ai`` x ``ki``. Of
-the output: ``z`` groups of ``each`` heads, ``i`` = ``each`` x ``q``, ``lo`` the compressed output of a group, ``g`` =
-``z`` x ``lo``.
+windows of ``m_`` tokens, ``u_`` the tokens in windows, ``k_`` the columns of a product and ``c_`` the columns of all
+products next to each other; an entry has ``kv`` or ``ki`` elements. The indexer has ``ai`` heads, ``oi`` = ``ai`` x
+``ki``. Of the output: ``z`` groups of ``each`` heads, ``i`` = ``each`` x ``q``, ``lo`` the compressed output of a
+group, ``g`` = ``z`` x ``lo``.
 """
 
 from __future__ import annotations

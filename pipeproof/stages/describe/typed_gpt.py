@@ -313,7 +313,7 @@ class _GptWriter:
         return p.combine("routed", "mlp.combine", "top.ids", gains, slot_dims="x u", dim="s")
 
     def _gathered_experts(self, p: ProgramBuilder, entered: str, logits: str) -> str:
-        """Every rank has the tokens of all, and an addend of the result: that of its own experts."""
+        """Every rank has the tokens of all, and an addend of the result, from its own experts."""
         p.all_gather("mlp.route", logits, "ep")
         self._own_experts(p, *self._slots(p, p.all_gather("mlp.tokens", entered, "ep"), "mlp.route"))
         return p.reduce_scatter("mlp.sum", "routed", "ep", "b")

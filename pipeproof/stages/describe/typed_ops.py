@@ -19,10 +19,9 @@ from math import prod
 
 from pipeproof.specs.axis_layout import Placement, PlacementKind
 
-# Types of values over mesh axes: the layout of a tensor, and of its gradient, over the ranks of an axis.
-#
-# The five kinds are those of ``specs/axis_layout.py``. Here a cut names its dim (``S(s)``), because the dims of a value
-# change from operation to operation.
+# Types of values over mesh axes: the layout of a tensor, and of its gradient, over the ranks of an axis. The five kinds
+# are the kinds in ``specs/axis_layout.py``. Here a cut names its dim (``S(s)``), because the dims of a value change
+# from operation to operation.
 #
 # ====== ============ ============================================== ========
 # letter kind         values on the ranks of the axis                gradient
@@ -170,8 +169,8 @@ class TypedOp:
     """One operation; ``output`` is its result, whose types depend on the operands.
 
     ``over`` are the dims that it sums over, mixes along, splits or merges. ``axis`` and ``target`` are the mesh axis
-    and the resulting type of a layout change; ``reduction`` is that of an all-reduce. ``dtype`` and ``grad_dtype`` are
-    the types in which a layout change moves elements and their gradients, None for the type of activations.
+    and the resulting type of a layout change; ``reduction`` is an all-reduce's. ``dtype`` and ``grad_dtype`` are the
+    types in which a layout change moves elements and their gradients, None for the type of activations.
     """
 
     kind: TypedKind

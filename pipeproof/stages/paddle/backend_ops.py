@@ -53,7 +53,7 @@ class PaddleGatheredInput(GatheredInput):
     def without_keeping(
         self, value_of: Callable[[Tensor], Tensor], part: Callable[[Tensor], Tensor] | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """Wrap ``value_of`` so that autograd does not keep the tensor, but gathers it again when it is needed."""
+        """Wrap ``value_of``: autograd does not keep the tensor, but gathers it again when it is needed."""
 
         def value(x: Tensor) -> Tensor:
             self.use()
@@ -124,7 +124,7 @@ class PaddleOps:
 
     @staticmethod
     def repeat(tensor: Tensor, number: int, dim: int) -> Tensor:
-        """Implement ``BackendOps.repeat``. The gradient adds those of the copies in order."""
+        """Implement ``BackendOps.repeat``. The gradient adds the gradients of the copies in order."""
         return paddle.stack(fork(tensor, number), axis=dim)
 
     @staticmethod

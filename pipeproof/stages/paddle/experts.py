@@ -61,7 +61,7 @@ def reorder(rows: Tensor, order: Indices) -> Tensor:
 def visits(tokens: Tensor, order: Indices, num_visits: int) -> Tensor:
     """Copy each token for each of its k = ``num_visits`` experts: [N, H] to [V, H], in ``order`` of [N, k] flattened.
 
-    The gradient of a token adds those of its visits in the same order.
+    The gradient of a token adds the gradients of its visits in the same order.
     """
     copies = paddle.stack(fork(tokens, num_visits), axis=1)
     return reorder(copies.reshape([-1, tokens.shape[-1]]), order)

@@ -3,8 +3,8 @@
 If an activation feeds several operations, the order in which its gradients are added changes the bits. No tensor here
 feeds more than two operations: a sum of two is the same in either order.
 
-Shape letters: S sequence, B rows, K heads of keys and values of this rank, G query heads of each, D head size,
-Z that of values.
+Shape letters: S sequence, B rows, K heads of keys and values of this rank, G query heads of each, D head size, Z head
+size of values.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ and the gradient of its value. W then runs the small graphs. It follows autograd
 autograd's, and it frees the memory. The whole backward (B) is I, then W. Where other functions of autograd read a small
 weight (``deferred``), I computes its gradient, and W adds it.
 
-If one weight has several uses (MTP streams share embedding, norm and head), its gradient adds those of the uses in
-their order. Autograd guarantees no order for several uses of a leaf.
+If one weight has several uses (MTP streams share embedding, norm and head), its gradient adds the gradients of the uses
+in order. Autograd guarantees no order for several uses of a leaf.
 
-The split is that of Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
+The split comes from Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SplitWeights(DeferringWeights):
     def added_each(
         self, activations: Sequence[Tensor], weight: Tensor, view: View = lambda whole: whole
     ) -> list[Tensor]:
-        """``added`` to each activation. The weight's gradient adds those of the sums in order."""
+        """``added`` to each activation. The weight's gradient adds the gradients of the sums in order."""
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
             return [x + view(copy) for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
@@ -126,7 +126,7 @@ class SplitWeights(DeferringWeights):
     def product_each(
         self, activations: Sequence[Tensor], weight: Tensor, *, transposed: bool = False, dtype: str | None = None
     ) -> list[Tensor]:
-        """``product`` of each activation. The weight's gradient adds those of the products in order."""
+        """``product`` of each activation. The weight's gradient adds the gradients of the products in order."""
         sources = [source_of(activation) for activation in activations]
         own_dtype = activations[0].dtype  # the backward keeps no activation
 
@@ -147,14 +147,14 @@ class SplitWeights(DeferringWeights):
     def norm_each(self, activations: Sequence[Tensor], weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
         """RMSNorm over the last dim (arXiv:1910.07467) times the weight, or LayerNorm (arXiv:1607.06450) with a bias.
 
-        Gradients are those of ``scaled_each`` and ``added_each``.
+        For gradients see ``scaled_each`` and ``added_each``.
         """
         if bias is None:
             return self.scaled_each(list(map(rms_norm, activations)), weight)
         return self.added_each(self.scaled_each(list(map(layer_norm, activations)), weight), bias)
 
     def scaled_each(self, activations: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
-        """``scaled`` of each activation. The weight's gradient adds those of the products in order."""
+        """``scaled`` of each activation. The weight's gradient adds the gradients of the products in order."""
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
             return [x * copy for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
@@ -164,7 +164,7 @@ class SplitWeights(DeferringWeights):
     def rows(self, indices: Sequence[Tensor], weight: Tensor, axis: int = 0) -> Tensor:
         """Rows of ``weight`` for tensors of indices, joined along ``axis``: [..] each and [V, K] to [.., K].
 
-        The weight's gradient adds those of the tensors in their order. No gradient flows further back.
+        The weight's gradient adds the gradients of the tensors in order. No gradient flows further back.
         """
         weights = copies(self._rounded(weight), len(indices))
         rows = [F.embedding(index, copy) for index, copy in zip(indices, weights, strict=True)]

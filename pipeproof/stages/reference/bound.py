@@ -55,14 +55,14 @@ def parallel_bound(plan: PlanSpec) -> float:
     elements of keys without positions and of values. There are n streams, mixed by t iterations.
 
     The worst case is N u. But rounding errors have both signs: if each error has mean zero given the errors before it,
-    Hoeffding's inequality for martingales bounds their sum by lambda sqrt(N) u, except with a probability of
-    2 exp(-lambda^2 / 2) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019; Connolly, Higham and Mary, 43(1), 2021).
-    The errors of the two orders add up to 2 N such terms. lambda is chosen so that all elements of all gradients
-    together are within the bound, except with ``FAILURE_PROBABILITY``.
+    Hoeffding's inequality for martingales bounds their sum by lambda sqrt(N) u, except with a probability of 2
+    exp(-lambda^2 / 2) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019; Connolly, Higham and Mary, 43(1), 2021). The
+    errors of the two orders add up to 2 N such terms. With the chosen lambda all elements of all gradients together are
+    within the bound, except with ``FAILURE_PROBABILITY``.
 
     Without tensor or expert parallelism and sequence splits, only the additions of micro-batches differ. A tied weight
     has two addends of each, and weights that MTP streams share have one per stream. Clipped gradients are multiplied by
-    a factor that has the error of the gradients again, and that of a sum of the squares of all elements.
+    a factor that has the error of the gradients again, and the error of a sum of the squares of all elements.
 
     The derivative of at most one is an assumption, not a theorem. A token whose choice of experts depends on rounding
     violates it: gradients jump. If the addends of a gradient nearly cancel, max|b| is small compared with them and the

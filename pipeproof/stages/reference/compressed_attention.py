@@ -1,6 +1,6 @@
 """Arithmetic of attention to near keys, compressed entries and sinks, for both references on Paddle.
 
-Tensors and weights are whole, or those of one tensor-parallel shard, as in ``layer_math``. The indexer's arithmetic is
+Tensors and weights are whole, or of one tensor-parallel shard, as in ``layer_math``. The indexer's arithmetic is
 numpy's.
 
 Shape letters: S sequence, B rows, A heads, D head size, R elements with positions, T entries of m tokens each,
@@ -36,7 +36,7 @@ class CompressedMath:
         self.spec, self.rate, self.size = spec, self.tables.rate, plan.gpt.size_of_head
         self.is_sparse = kind == "compressed_sparse_attention"
         self.num_readers = 2 if self.rate is None else 4
-        """Products that read the attention's input, apart from those of the indexer."""
+        """Products that read the attention's input, without the indexer's."""
         self._to_rows = [1, 0, 2] if plan.gpt.activation_order == "sbh" else [0, 1, 2]
         self._sequence_first = plan.gpt.activation_order == "sbh"
 

@@ -102,8 +102,8 @@ def mixture(
 ) -> list[Tensor]:
     """Outputs of the experts for each rank's tokens: tensors of the shapes of ``inputs`` [.., H].
 
-    ``weights`` are gate, up and down of the experts: [E, H, M] twice and [E, M, H]. With ``own`` they are those of
-    these experts alone, and others add zero.
+    ``weights`` are gate, up and down of the experts: [E, H, M] twice and [E, M, H]. With ``own`` they are only these
+    experts' weights, and others add zero.
     """
     hidden = inputs[0].shape[-1]
     top_k = routings[0].experts.shape[1]
@@ -172,8 +172,8 @@ class Routers(RouterSteps[Array]):
         """Choose experts by a router's outputs [.., E], and compute the weights of each reader separately.
 
         ``counts`` is False for the outputs of another tensor-parallel shard for the same tokens, whose losses and
-        visits already count. With ``sequence_dim`` the outputs are those of whole sequences, and each sequence split of
-        the plan has its own losses. ``token_ids`` of any shape are given if a table chooses; then there are no losses.
+        visits already count. With ``sequence_dim`` the outputs are for whole sequences, and each sequence split of the
+        plan has its own losses. ``token_ids`` of any shape are given if a table chooses; then there are no losses.
         """
         moe, num_splits = self._plan.model.moe, self._plan.schedule.num_sequence_splits
         assert moe is not None

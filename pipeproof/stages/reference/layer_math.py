@@ -84,8 +84,8 @@ class LayerMath:
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """RMSNorm over the last dim, or with a bias LayerNorm."""
-        # A copy, so that x feeds two operations and not three: autograd does not guarantee the order in which it adds
-        # three gradients.
+        # A copy: x then feeds two operations and not three, because autograd does not guarantee the order in which it
+        # adds three gradients.
         x = paddle.assign(x)
         if bias is not None:
             x = x - x.mean(axis=-1, keepdim=True)
@@ -108,7 +108,7 @@ class LayerMath:
     def latent_heads(self, q: Tensor, kv: Tensor, shared: Tensor, begin: int = 0) -> Heads:
         """The heads of queries [.., A (N + R)], keys without positions and values [.., A (N + Z)], and keys [.., R].
 
-        K is A and G is 1. All heads share the part of the key with positions; its gradient adds those of the heads in
+        K is A and G is 1. All heads share the part of the key with positions; its gradient adds the heads' gradients in
         order.
         """
         mla = self._model.mla

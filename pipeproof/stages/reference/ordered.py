@@ -16,14 +16,14 @@ the part of tensor-parallel rank k.
 - A tied head has its own sum for the embedding's weight. It is added to the embedding's sum, for each copy, and then
   over copies.
 - Each shard routes tokens with a copy of the router. The copies' gradients are added in shard order after the last
-  micro-batch. An expert's tokens are those of all expert-parallel ranks, in one product in rank order.
-- The gradient sums and losses of expert-parallel ranks are added in rank order after that, except those of experts,
-  and then those of data-parallel ranks.
-- Each context-parallel rank's part of a sequence is computed separately. The gradient of keys and values adds those of
-  each rank's queries. Weight gradients and losses are added over these ranks, in rank order, before expert-parallel
-  ranks.
+  micro-batch. An expert has the tokens of all expert-parallel ranks, in one product in rank order.
+- The gradient sums and losses of expert-parallel ranks are added in rank order after that, without experts' gradients,
+  and then the sums of data-parallel ranks.
+- Each context-parallel rank's part of a sequence is computed separately. The gradient of keys and values adds the
+  gradients from each rank's queries. Weight gradients and losses are added over these ranks, in rank order, before
+  expert-parallel ranks.
 - If sequences are split over time, each split is computed separately and its gradients are separate addends. The
-  gradient of keys and values adds those of later splits, from the last one back, and then the split's own.
+  gradient of keys and values adds the gradients from later splits, from the last one back, and then the split's own.
 
 With one shard this is the arithmetic of the unpartitioned model. It shares no code with the stages that it checks.
 

@@ -75,8 +75,8 @@ class OrderedWeights:
     def zero_gradients(self) -> None:
         """Set every gradient buffer to +0.0.
 
-        Each sequence split and each expert-parallel rank has its own buffers; ranks share those of experts. Each layer
-        that uses the embedding's weight has its own buffer for it.
+        Each sequence split and each expert-parallel rank has its own buffers; ranks share the experts' buffers. Each
+        layer that uses the embedding's weight has its own buffer for it.
         """
         if self.num_splits * self.num_ranks > 1 or self.borrowers_of(EMBEDDING):
             self.leaves = []
@@ -252,7 +252,7 @@ class OrderedLayers(OrderedWeights):
         return [self.math.latent_heads(*of_shard, begin) for of_shard in zip(queries, expanded, shared, strict=True)]
 
     def compressed_attention(self, x: Shards, name: str, math: CompressedMath) -> Shards:
-        """The compressed outputs of each shard's groups. Keys, entries and choices are those of all shards."""
+        """The compressed outputs of each shard's groups. Keys, entries and choices are equal on all shards."""
         readers = [list(reader) for reader in zip(*(Copies.apply(own, math.num_readers) for own in x), strict=True)]
         low = self.norm(self.linear(readers[0], f"{name}.q_down"), f"{name}.q_norm")
         keys = self.norm(self.linear(readers[1], f"{name}.kv"), f"{name}.kv_norm")

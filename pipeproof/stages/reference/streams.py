@@ -1,8 +1,8 @@
 """Streams of the references: residual streams of hyper-connections (arXiv:2512.24880), and of multi-token prediction.
 
 The streams of a token are consecutive in the last dim, n H. They have three readers, whose gradients are added in this
-order: the gates, the sub-layer, the mixture. MTP stream 0 is the prediction of the main model, stream j + 1 that of
-module j.
+order: the gates, the sub-layer, the mixture. MTP stream 0 is the prediction of the main model, stream j + 1 the
+prediction of module j.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class CompressedReference(NamedTuple):
 def pooled(kv: Tensor, gate: Tensor, bias: Tensor, windows: Tensor, *, overlaps: bool) -> Tensor:
     """Entries [B, T, D] from two products [B, S, D]; of [B, S, 2 D] each has slots of the window before, too.
 
-    ``windows`` [B, T, 2] are those of ``AttentionTables``.
+    For ``windows`` [B, T, 2] see ``AttentionTables``.
     """
 
     def windows_of(x: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class TorchUnpartitionedModel:
         return {name: torch.tensor(table, device=self.device) for name, table in hash_tables(self.plan).items()}
 
     def losses(self, batch: Batch, hook: LayerHook = no_hook) -> list[Tensor]:
-        """The cross-entropy summed over the counted tokens, a scalar: the main loss, and those of MTP modules.
+        """The cross-entropy summed over the counted tokens, a scalar: the main loss, and the losses of MTP modules.
 
         At each position module j reads the token j + 1 positions ahead and predicts the next one.
         """
@@ -250,8 +250,8 @@ class TorchUnpartitionedModel:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """The norm over the last dim, with the weights of that name."""
-        # A separate node, so that x feeds this norm once. The norm may read its input several times, and autograd does
-        # not guarantee the order in which it adds three gradients.
+        # A separate node: x then feeds this norm once. The norm may read its input several times, and autograd does not
+        # guarantee the order in which it adds three gradients.
         x, weight = x.view_as(x), self.weights.value(f"{name}.weight")
         if self.plan.gpt.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], weight, self.weights.value(f"{name}.bias"), 1e-6)

@@ -2,7 +2,7 @@
 
 It has no stages, ranks or communication and shares no code with the stages that it checks. It takes the names and
 shapes of parameters from the description. Gradients of products and lookups are added inside the operation
-(``torch_reference_weights``), as on the stages, so that a run with pipeline parallelism alone has the same bits.
+(``torch_reference_weights``), as on the stages: a run with only pipeline parallelism then has the same bits.
 
 Results of bfloat16 and float16 are returned as float32, which represents them exactly.
 """

@@ -3,7 +3,7 @@
 It has no stages, ranks or communication and shares no code with the stages that it checks. It takes the names and
 shapes of parameters from the description.
 
-Its layers are those of the ordered reference, with one shard of everything. A run's sums over shards, splits and ranks
+It uses the layers of the ordered reference, with one shard of everything. A run's sums over shards, splits and ranks
 are thereby compared with layers that have none of these sums. PyTorch's reference is another writing of the layers.
 """
 

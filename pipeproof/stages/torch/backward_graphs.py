@@ -1,10 +1,10 @@
 """Partition of a stage's backward graph into I and W.
 
 I computes the gradients of the stage's inputs, and makes the calls of the backward. W computes products that only
-weights need (matrix products, convolutions, rows of an embedding) and what follows from them. What both could compute
-is where fewer bytes are kept between I and W, by a minimum cut: a reduction to the small gradient of a norm or a bias
-is in I, where it is fused with what makes its operands, and of silu(a) * b the result is kept, or a and b if W reads
-these anyway.
+weights need (matrix products, convolutions, rows of an embedding) and values that follow from them. A minimum cut
+places operations that both could compute where fewer bytes are kept between I and W. A reduction to the small gradient
+of a norm or a bias is in I, where it is fused with the operations that make its operands. For silu(a) * b the result is
+kept, or a and b if W reads these anyway.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Addend:
 class BackwardGraphs:
     """I and W of one backward.
 
-    I has the backward's inputs. It returns the gradients of the forward's inputs at ``gradients``, then what it
-    computed for W. W takes the backward's inputs at ``direct``, then what I computed for it.
+    I has the backward's inputs. It returns the gradients of the forward's inputs at ``gradients``, then its values for
+    W. W takes the backward's inputs at ``direct``, then I's values for it.
     """
 
     input_graph: fx.GraphModule
@@ -109,7 +109,7 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a node returns: that of its argument, if it is a view."""
+    """The node whose memory a node returns: its argument's, if it is a view."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -152,7 +152,7 @@ class _Term:
 
 
 def _terms(value: fx.Node, rest: AbstractSet[fx.Node], *, is_transposed: bool = False) -> Iterator[_Term]:
-    """The addends of a gradient in the order of their sum, as factors where they are matrix products of W."""
+    """The addends of a gradient in the order of their sum, as factors if they are matrix products of W."""
     node, turned = value, is_transposed
     while node in rest and len(node.users) == 1:
         args = node.args
@@ -186,7 +186,7 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _of_several(graph: fx.Graph, gradients: Mapping[int, fx.Node]) -> set[fx.Node]:
-    """The nodes that gradients of several weights need: what I is where no input has a gradient.
+    """The nodes that gradients of several weights need: these make up I if no input has a gradient.
 
     A convolution's weight and bias are not several.
     """
@@ -256,7 +256,7 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.squeeze.dims}  #
 
 
 def _cost(node: fx.Node) -> int:
-    """Bytes that are kept for a value; at least one, so that W recomputes nothing without a gain."""
+    """Bytes that are kept for a value; at least one: W then recomputes nothing without a gain."""
     return 0 if node.op == "placeholder" and node.name.startswith("primals") else max(1, bytes_of(node))
 
 

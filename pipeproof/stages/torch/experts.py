@@ -65,9 +65,9 @@ def weighted_in_order(results: Tensor, weights: Tensor) -> Tensor:
 class TorchExperts(common.Experts):
     """Experts on the device.
 
-    With one expert-parallel rank the host reads nothing, except for types without a grouped product. With several it
-    reads the numbers of rows: to and from each rank, or of its own experts. In ``fixed_shapes`` it reads nothing with
-    ``dispatcher: all_gather``: there are rows for as many visits as there can be, and products leave out the rest.
+    With one expert-parallel rank the host reads nothing, except for types without a grouped product. With several ranks
+    it reads the numbers of rows: to and from each rank, or of its own experts. In ``fixed_shapes`` it reads nothing
+    with ``dispatcher: all_gather``: there are rows for as many visits as there can be, and products leave out the rest.
     """
 
     fixed_shapes = False
@@ -95,7 +95,7 @@ class TorchExperts(common.Experts):
         return reorder(outputs, back, order).reshape(*chosen.shape, tokens.shape[-1])
 
     def _announced(self, sent: Tensor) -> Callable[[], tuple[Tensor, HostCopy]]:
-        """Exchange the counts of visits, from ``sent`` [E]; return a function of those received, and of rows by rank.
+        """Exchange the counts of visits, from ``sent`` [E]; return a function of the received counts and the rows.
 
         The numbers of rows [2, R] are on their way to the host, which has other kernels to launch before it waits.
         """
@@ -159,7 +159,7 @@ class HostCopy:
 
 
 class FixedTorchExperts(TorchExperts):
-    """Experts of a step that is replayed, whose shapes are those of the captured one."""
+    """Experts of a replayed step, whose shapes equal the captured step's."""
 
     fixed_shapes = True
 
@@ -174,17 +174,17 @@ def inverse(order: Tensor) -> Tensor:
 def visits(tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Copy each token for each of its experts: [N, H] to [V, H]. Row i belongs to visit ``order[i]``.
 
-    Visit v is one of token ``v // k``; ``back`` is the inverse of ``order``. A token's gradient is the sum over its
+    Visit v belongs to token ``v // k``; ``back`` is the inverse of ``order``. A token's gradient is the sum over its
     experts.
     """
     return _Visits.apply(tokens, order, back)
 
 
 class Places(NamedTuple):
-    """The visits [V] to this rank's experts among those of tokens to all experts, k of each token.
+    """The visits [V] to this rank's experts among the visits of tokens to all experts, k of each token.
 
-    Row i belongs to visit ``order[i]``. ``rows`` [V / k, k] has the row of each visit, and for visits elsewhere that of
-    the last row, which is none's: one that is there if ``has_spare``, one more otherwise.
+    Row i belongs to visit ``order[i]``. ``rows`` [V / k, k] has the row of each visit. Visits to other ranks' experts
+    have the last row, which belongs to no visit: an existing row if ``has_spare``, otherwise one more.
     """
 
     order: Tensor

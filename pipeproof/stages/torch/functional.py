@@ -1,7 +1,7 @@
 """The model's arithmetic without parameters or communication.
 
-Shape letters: S sequence, B rows, K heads of keys and values of this rank, G query heads of each, D head size,
-Z that of values.
+Shape letters: S sequence, B rows, K heads of keys and values of this rank, G query heads of each, D head size, Z head
+size of values.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SwiGlu(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """The bits are those of plain autograd, which would also keep ``silu(gate)``: a sixth of a block's memory."""
+    """SwiGLU with the bits of plain autograd, which would also keep ``silu(gate)``: a sixth of a block's memory."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -134,9 +134,9 @@ _OF_GROUP = 2
 def rotated_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Split [B, K, G + 2, S, D] into query [B, K, G, S, D], key and value [B, K, S, D]; rotate query and key.
 
-    The tables are those of ``rotary_tables``, [S, D]. The bits are those of ``rotate`` on slices under plain autograd,
-    but with fewer passes over memory, which limits all of this on a GPU. The value is copied. Gradients have the memory
-    layout of ``heads``.
+    The tables come from ``rotary_tables``, [S, D]. The bits equal ``rotate`` on slices under plain autograd, but with
+    fewer passes over memory, which limits the speed on a GPU. The value is copied. Gradients have the memory layout of
+    ``heads``.
     """
     query, key, value = _RotatedHeads.apply(heads, cos, sin)
     return query, key, value

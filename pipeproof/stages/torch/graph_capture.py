@@ -81,13 +81,13 @@ class _Form:
 
 
 def _without_ones(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Those of ``sizes`` whose dim has more than one element."""
+    """The entries of ``sizes`` whose dim has more than one element."""
     return [size for length, size in zip(shape, sizes, strict=True) if length != 1]
 
 
 Compiler = Literal["inductor", "eager"]
 Compiled = Callable[[list[Any]], Sequence[Any]]
-"""A graph that runs. It empties the list of its inputs, so that their memory is free after their last use."""
+"""A graph that runs. It empties the list of its inputs: their memory is free after their last use."""
 
 _BUDGETS = (0.75, 0.5, 0.25, 0.0)
 """Shares of the activations that the partitioner may keep, tried until a graph keeps no more than autograd does."""
@@ -115,11 +115,11 @@ def captured_graphs(
     graph: fx.GraphModule, example: Sequence[Any], compiler: Compiler, defer: Defer,
     adder: Callable[[Addend], Adder], *, in_product: bool,
 ) -> tuple[Callable[..., Any], KeptBytes]:  # fmt: skip
-    """The graphs of a stage for inputs like ``example``, as one callable of tensors, and what a forward keeps.
+    """The graphs of a stage for inputs like ``example``, as one callable of tensors, and a forward's kept memory.
 
-    Trained weights are the parameters among ``example`` that require a gradient. ``adder`` makes what adds an addend
-    to the gradient of one of them, an input of the call. With ``in_product`` W leaves the factors of matrix products to
-    the adder.
+    Trained weights are the parameters among ``example`` that require a gradient. ``adder`` makes the function that adds
+    an addend to the gradient of one of them, an input of the call. With ``in_product`` W leaves the factors of matrix
+    products to the adder.
 
     Raises:
         NotCapturedError: the stage has a feature that graphs would leave out, or a graph would keep more memory than
@@ -275,7 +275,7 @@ def _inductor(graph: fx.GraphModule, example: Sequence[Any], **options: Any) -> 
         run: Compiled = compile_fx_inner(graph, example, **options)
         return run
     output = graph.graph.output_node()
-    # W reads what I computed for it: Inductor leaves the layout of outputs that a user sees.
+    # W reads I's values: Inductor keeps the layout of outputs that a user sees.
     output.meta["user_visible_output_idxs"] = [n for n, x in enumerate(output.args[0]) if isinstance(x, fx.Node)]
     return in_form(compile_fx_inner(graph, example, **options), graph, example)
 
@@ -292,7 +292,7 @@ def _eager_autograd(graph: fx.GraphModule, example: Sequence[Any], capture: _Cap
 
 
 def _compiled_autograd(graph: fx.GraphModule, example: Sequence[Any], capture: _Capture) -> Callable[..., Any]:
-    """Forward and backward of Inductor, which chooses what is kept and what is computed again."""
+    """Forward and backward of Inductor, which chooses the kept and the recomputed values."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import lowerings, make_fallback, require_contiguous
@@ -326,7 +326,7 @@ def _settings() -> AbstractContextManager[Any]:
     """AOTAutograd's settings, of those that this version has.
 
     I must not reuse memory that W reads; a backward runs without autocast, as in eager mode; both are compiled at once,
-    so that a failure is one of the capture.
+    and a failure is a failure of the capture.
     """
     wanted = {
         "enable_autograd_cache": False, "donated_buffer": False, "backward_pass_autocast": "off",

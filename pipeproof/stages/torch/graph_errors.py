@@ -38,7 +38,7 @@ def named_errors(run: Callable[[list[Any]], Sequence[Any]], graph: fx.GraphModul
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Origin of an operation. ``names`` are those that Inductor's comments have of it."""
+    """Origin of an operation. ``names`` are its names in Inductor's comments."""
 
     operation: str
     module: str
@@ -76,7 +76,7 @@ def _text(error: Exception, sources: dict[str, _Source], what: str) -> str:
 
 
 def _place(error: Exception, sources: dict[str, _Source]) -> tuple[str, list[_Source]]:
-    """The operation, or those of a kernel, and their origins."""
+    """The operation, or the operations of a kernel, and their origins."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         name = _ASSIGNED.match(frame.line or "")
         if "eval_with_key" in frame.filename and name and name[1] in sources:

@@ -23,7 +23,7 @@ class StageOptimizer:
 
     AdamW (arXiv:1711.05101) has betas 0.9 and 0.999, epsilon 1e-8 and weight decay 0.01 on every weight. The learning
     rate is constant. ``GradientClip`` clips gradients before the step. On GPUs one kernel updates many weights and
-    counts its steps on the device, so that a step can be captured in a graph.
+    counts its steps on the device: a step can be captured in a graph.
     """
 
     def __init__(self, run: RunSpec, weights: Mapping[str, Weight]) -> None:

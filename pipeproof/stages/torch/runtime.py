@@ -18,7 +18,7 @@ def start_torch(
 ) -> torch.device:
     """Set up and return the device of this process. A second call changes nothing.
 
-    ``device`` is ``cpu`` or ``gpu``. With several GPUs a process takes the one of its ``local_rank``. On a GPU a known
+    ``device`` is ``cpu`` or ``gpu``. With several GPUs a process takes GPU number ``local_rank``. On a GPU a known
     kernel is tried, unless the process only copies data (``computes`` is False). With ``deterministic`` a GPU uses only
     kernels that add in one order: by default the backward of attention adds as its blocks happen to end.
 
@@ -46,7 +46,7 @@ def start_torch(
 
 
 def start_backward_thread(device: torch.device) -> None:
-    """Have autograd's thread for a GPU launch a kernel, so that it has a CUDA context before its first product.
+    """Make autograd's thread for a GPU launch a kernel: it then has a CUDA context before its first product.
 
     Otherwise cuBLAS finds none there, makes one late, and warns.
     """

@@ -166,12 +166,12 @@ def _local_ids(ids: Tensor, num_local: int, region: TensorParallelRegion) -> tup
 
 
 class StepBatches:
-    """The work items of one data-parallel rank. ``load`` puts those of each step in the same memory of the device.
+    """The work items of one data-parallel rank. ``load`` puts each step's in the same memory of the device.
 
-    They are loaded before the step begins, so that no kernel waits for the host. Sequences may be split, over time or
-    over context-parallel ranks. A plan may declare that ``tokens``, ``labels`` or ``mask`` (the positions that count in
-    the loss) cross a boundary in addition to the activation. They have no gradient. A stage that receives one uses it
-    in place of its own, on its device. Only the main stream changes.
+    They are loaded before the step begins: no kernel waits for the host. Sequences may be split, over time or over
+    context-parallel ranks. A plan may declare that ``tokens``, ``labels`` or ``mask`` (the positions that count in the
+    loss) cross a boundary in addition to the activation. They have no gradient. A stage that receives one uses it in
+    place of its own, on its device. Only the main stream changes.
     """
 
     def __init__(self, plan: PlanSpec, first: int, device: torch.device) -> None:
@@ -180,7 +180,7 @@ class StepBatches:
         self._work_items: dict[tuple[int, int], WorkItem] = {}
 
     def load(self, step: int) -> None:
-        """Draw the step's micro-batches: those of the rank, from ``first`` on over all data ranks."""
+        """Draw the rank's micro-batches of a step, from number ``first`` on over all data ranks."""
         for index in range(self._first, self._first + self._plan.schedule.num_micro_batches):
             scale = torch.tensor(loss_scale(self._plan, step, index), dtype=self._scale_type)
             for split, streams in enumerate(self._splits(step, index)):
@@ -243,5 +243,5 @@ def with_member(work_item: WorkItem, member: Boundary, received: Tensor, *, batc
 
 
 def _in_order(values: Tensor, member: Boundary, *, batch_first: bool) -> Tensor:
-    """Convert between the member's order of dims and that of work items."""
+    """Convert between the member's order of dims and the order of work items."""
     return values if (member.dims == "bs") == batch_first else values.t()

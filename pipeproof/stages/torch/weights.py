@@ -1,8 +1,8 @@
 """Weights with deferred gradients: the W of a split backward.
 
-A backward through the layers computes the gradients of inputs (I). For each weight it stores what the weight's gradient
-needs, for a product its input and the gradient of its output, and nothing else. W then adds to the weights' gradient
-buffers, inside the product if there is one. The whole backward (B) is I, then W. The split is that of Zero Bubble
+A backward through the layers computes the gradients of inputs (I). For each weight it stores only the tensors that the
+weight's gradient needs: for a product its input and the gradient of its output. W then adds to the weights' gradient
+buffers, inside the product if there is one. The whole backward (B) is I, then W. The split comes from Zero Bubble
 Pipeline Parallelism (arXiv:2401.10241).
 
 Shape letters: N rows of any number of leading dims, K and M columns.
@@ -105,8 +105,8 @@ class SplitWeights(DeferringWeights):
 
         Shapes: [.., K] and [K] to [.., K].
         """
-        # A separate node: a norm of several operations reads it several times. Without it, these gradients and that of
-        # the residual would be added in an order that autograd does not guarantee. It has rows, because the order in
+        # A separate node: a norm of several operations reads it several times. Without it, these gradients and the
+        # residual's would be added in an order that autograd does not guarantee. It has rows, because the order in
         # which heads, which are slices, add the weight's gradient would depend on their memory layout.
         x = activation.reshape(-1, activation.shape[-1])
         scale = _DeferredWeight.apply(self._anchor, weight, self._defer)
@@ -133,7 +133,7 @@ class SplitWeights(DeferringWeights):
         return self.grouped(activation, weight, even_groups(len(weight.value), activation))
 
     def deferred(self, weight: Weight) -> Tensor:
-        """The weight as a tensor whose gradient is computed with those of inputs and added on request."""
+        """The weight as a tensor whose gradient is computed with the inputs' gradients and added on request."""
         return _DeferredWeight.apply(self._anchor, weight, self._defer)
 
     def fixed(self, weight: Weight) -> Tensor:
@@ -185,7 +185,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where 
 
 
 class _DeferredWeight(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """A weight for plain autograd. Its gradient is computed with that of the input and added on request."""
+    """A weight for plain autograd. Its gradient is computed with the input's and added on request."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, weight: Weight, defer: Defer) -> Tensor:

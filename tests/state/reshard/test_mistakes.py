@@ -54,7 +54,7 @@ def refused(*words, status):
          "cannot read `plam.yaml`: no such file or directory = help: did you mean `plan.yaml`?"),
         ("theirs.safetensors plan.yaml -o made", 1, "`--names CONVENTION`"),
         ("states -o x.safetensors --names hf", 2, "there is no naming convention `hf`"),
-        ("states plan.yaml -o made --names huggingface", 2, "pipeproof's own names, and not the names of `huggingface`"),
+        ("states plan.yaml -o made --names huggingface", 2, "own names, and not the names of `huggingface`"),
         ("merged.safetensors plan.yaml -o made --names huggingface", 2, "and not the names of `huggingface`"),
         ("plan.yaml plan.yaml --check --names huggingface", 2, "leave --names out"),
     ],

@@ -1,8 +1,8 @@
 """Attention with groups of heads: queries, keys and values from one fused product.
 
-The columns of the fused weight are head-major: for each head of keys and values those of its group's q, then of its k
-and v. So TP shards have whole groups. With context parallelism each rank has its part of every sequence and gathers the
-keys and values of all (arXiv:2407.21783, section 3.3.2).
+The columns of the fused weight are head-major: for each head of keys and values, its group's q, then its k and v. So TP
+shards have whole groups. With context parallelism each rank has its part of every sequence and gathers the keys and
+values of all (arXiv:2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -90,10 +90,9 @@ def _queries(model: ModelSpec, queries: int, rank: int | None) -> ops.Operations
     )
 
 
-# Attention to near tokens, compressed far ones and a sink, with one head of keys that are also the values.
-#
-# A block has one of three types (``CompressedAttentionSpec``). The formulas, for A heads of D elements, of which the
-# last R are rotated in pairs of neighbours by the position of their token:
+# Attention to near tokens, compressed far ones and a sink, with one head of keys that are also the values. A block has
+# one of three types (``CompressedAttentionSpec``). The formulas, for A heads of D elements; the last R elements are
+# rotated in pairs of neighbours by the position of their token:
 #
 #     q      = rotated(rms(W_up norm(W_down x))) by head,   k = rotated(norm(W_kv x))
 #     entry  = rotated(norm(sum over slots of softmax over slots(W_gate x + b) * (W_kv' x)))

@@ -141,8 +141,8 @@ def _embedding_weight(model: ModelSpec, *, borrowed: bool) -> ops.Weight:
 def with_biases(model: ModelSpec, operations: ops.Operations) -> ops.Operations:
     """The operations of a sub-layer with the biases that the model has.
 
-    A column-parallel product adds its biases to its own columns. That of a row-parallel product is added once, after
-    the sum over TP.
+    A column-parallel product adds its biases to its own columns. The bias of a row-parallel product is added once,
+    after the sum over TP.
     """
     biased, row_parallel = list[ops.Operation](), ""
     for operation in operations:
@@ -176,7 +176,7 @@ INITIAL_SCALE = 0.01
 
 _SIGMOID, _SIGMOID_BACK = 4, 3
 _SINKHORN = {"exp": (1, 3, 4), "softmax": (6, 2, 4)}
-"""FLOPs per element. Of Sinkhorn those of the first function, those of each column or row pass, and of its backward. A
+"""FLOPs per element. For Sinkhorn: of the first function, of each column or row pass, of its backward. A
 pass of logarithms has an exponential and two additions, else an addition and a division; backward also a product."""
 
 
@@ -270,11 +270,10 @@ def measured_with(name: str) -> tuple[str, ...]:
 
     A scale or a bias of streams has few elements. Each is a sum over all tokens of addends with both signs, which
     nearly cancel, so these elements alone are not a good unit. The gradient of the matrix that mixes streams is the
-    products (stream) x (gradient of a stream); Sinkhorn-Knopp keeps of them only what differs between streams, and the
-    streams of a token differ by outputs of sub-layers only. The smaller these are, the smaller is the gradient, but not
-    its rounding errors: they are those of the products. All gradients of a learned contraction cancel, because a norm
-    follows: factors that grow alike change nothing. The weight of the last norm has sums of such products that do not
-    cancel.
+    products (stream) x (gradient of a stream); Sinkhorn-Knopp keeps only their differences between streams, and the
+    streams of a token differ only by outputs of sub-layers. The smaller these are, the smaller is the gradient, but not
+    its rounding errors, which come from the products. All gradients of a learned contraction cancel, because a norm
+    follows: a common factor changes nothing. The weight of the last norm has sums of such products that do not cancel.
     """
     prefix, _, end = name.rpartition(".")
     if prefix.endswith("_streams"):

@@ -1,4 +1,4 @@
-"""The MLP of a block: SwiGLU (arXiv:2002.05202), which is also that of experts, or GELU."""
+"""The MLP of a block: SwiGLU (arXiv:2002.05202), also in experts, or GELU."""
 
 from __future__ import annotations
 

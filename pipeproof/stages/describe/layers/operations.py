@@ -67,8 +67,8 @@ class Product(NamedTuple):
     """A product of rows with weights [inner, columns], side by side, or with one for each expert.
 
     An ``entered`` product reads a tensor that ``Enter`` gathers. Products that read the same tensor give its name in
-    ``reads``: it is stored once. ``narrow`` is that of ``Work``. ``dtype`` is the type of the input if it is not that
-    of activations. The weight of a ``transposed`` product is [columns, inner]. A ``biased`` one adds the ``bias_of``
+    ``reads``: it is stored once. For ``narrow`` see ``Work``. ``dtype`` is the type of the input if it differs from the
+    activations' type. The weight of a ``transposed`` product is [columns, inner]. A ``biased`` one adds the ``bias_of``
     each weight to its columns, which are not addends of a sum over TP.
     """
 
@@ -93,8 +93,8 @@ class Norm(NamedTuple):
 
     Or for each compressed entry, if ``of_entries``, or each residual stream, if ``of_streams``.
 
-    Costs are those of ``Elementwise``. It stores ``factors`` numbers for each vector, in float32. ``is_input`` is true
-    if it reads the layer's input.
+    For costs see ``Elementwise``. It stores ``factors`` numbers for each vector, in float32. ``is_input`` is true if it
+    reads the layer's input.
     """
 
     name: str
