@@ -157,7 +157,7 @@ def _difference(communicator: RasCommunicator, op: str, numbers: _Numbers) -> It
 
 
 def _cause(differences: Sequence[_Difference]) -> tuple[Kind, tuple[int, ...]]:
-    """Return the ranks behind that wait for nobody; of ranks that left the common order, the few of them."""
+    """Return the ranks behind that wait for nobody; if ranks left the common order, the minority."""
     by_communicator = grouped((each.communicator, each) for each in differences)
     for group in by_communicator.values():
         ahead = {rank for each in group for rank in each.ahead}

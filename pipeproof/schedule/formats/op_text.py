@@ -108,7 +108,7 @@ def op_texts(columns: Columns) -> list[str]:
     _, examples, sort = np.unique(key, return_index=True, return_inverse=True)
     halves = [_around_work_item(columns, row) for row in examples.tolist()]
     work_items = [work_item_text(number, columns.num_splits) for number in range(int(work_item.max(initial=NONE)) + 1)]
-    work_items.append("")  # the last, where NONE looks
+    work_items.append("")  # the last entry, which NONE indexes
     texts = []
     for i, number in zip(sort.tolist(), work_item.tolist(), strict=True):
         before, after = halves[i]

@@ -285,7 +285,7 @@ class Findings:
 
 
 def holders(rows_by_rank: Sequence[Sequence[Row]]) -> Mapping[int, tuple[int, ...]]:
-    """The ranks that compute each stage; of a stage that none computes, those that do anything for it."""
+    """The ranks that compute each stage; for a stage that no rank computes, the ranks with other operations of it."""
     others = _ranks_of(rows_by_rank, frozenset(KINDS) - TARGET_KINDS, lambda op: op.stage)
     return others | _ranks_of(rows_by_rank, COMPUTE_KINDS, lambda op: op.stage)
 
