@@ -82,7 +82,7 @@ class TorchStages:
         self._batches.load(step)
 
 
-# --- A second stream of a GPU, whose work waits only for what the rank's own stream had launched at one point ---
+# --- A second stream of a GPU, whose work waits only for earlier launches of the rank's own stream ---
 
 
 class TorchSideStream:
