@@ -83,9 +83,9 @@ def files_of(plan: LoweredPlan) -> dict[str, tuple[Shard, ...]]:
                 continue
             tensor, weight = state_tensor.tensor, state_tensor.parameter
             key = tensor.kind, tensor.shape, weight and weight.shape, tuple((tensor.cut or {}).items())
-            if key not in alike:  # layers have the same ones: worked out once, and counted from the stage's first rank
-                alike[key] = [(rank - first, written.shard) for rank, written in _written(plan, state_tensor)]
-            for beyond, shard in alike[key]:
+            if key not in by_layout:  # layers have the same: computed once, counted from the first rank
+                by_layout[key] = [(rank - first, written.shard) for rank, written in _written(plan, state_tensor)]
+            for beyond, shard in by_layout[key]:
                 files[file_name(first + beyond)].append(shard.model_copy(update={"tensor": state_tensor.name}))
     return {name: tuple(shards) for name, shards in files.items()}
 

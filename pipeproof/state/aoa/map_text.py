@@ -38,8 +38,8 @@ def map_lines(state_map: StateMap, shapes: dict[str, tuple[int, ...]]) -> Iterat
             yield f"    {_range_text(copy.region, tensor.shape)} = {_source_text(copy, shapes)}"
         if len(tensor.copies) > _MAX_COPIES:
             yield f"    and {len(tensor.copies) - _MAX_COPIES} more; `--format json` has them all"
-    for alike in by_form(sorted(filterfalse(is_state, state_map.removed), key=_by_number)).values():
-        yield f"{alike[0]}{_and_more(len(alike) - 1, ' ')} {'is' if len(alike) == 1 else 'are'} left out"
+    for similar in by_form(sorted(filterfalse(is_state, state_map.removed), key=_by_number)).values():
+        yield f"{similar[0]}{_and_more(len(similar) - 1, ' ')} {'is' if len(similar) == 1 else 'are'} left out"
     num_kept = len(state_map.tensors) - len(changed) - num_states
     yield f"{counted(num_kept, 'weight')} {'stays as it is' if num_kept == 1 else 'stay as they are'}"
     if num_states:
