@@ -1,4 +1,4 @@
-"""Times the generation of every kind of schedule, next to PyTorch's own generation of those that it has.
+"""Times the generation of every kind of schedule, next to PyTorch's own generation of its kinds.
 
 ``python benchmarks/generate.py [REPEATS]`` prints, for 64 ranks and 256
 micro-batches, the processor time of the fastest of REPEATS (7) runs of our

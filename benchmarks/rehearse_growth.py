@@ -54,7 +54,7 @@ def row_of(num_ranks: int, backend: str, folder: Path) -> tuple[str, ...]:
 
 
 def _processor_s() -> float:
-    """Of all processes that were started here and have ended, and of those that they started."""
+    """Processor time of all started processes that have ended, with their own children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

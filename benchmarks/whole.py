@@ -34,7 +34,7 @@ from torch_schedule import has_torch, interleaved, torch_python
 RANKS, CHUNKS, MICRO_BATCHES = 64, 4, 256
 
 Seconds = tuple[float, float]
-"""Of the processor, and of the clock on the wall."""
+"""Processor time and wall time."""
 
 
 def main() -> None:

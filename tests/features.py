@@ -13,7 +13,7 @@ _COMPRESSED = {
     "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
     "index_n_heads": 3, "index_head_dim": 4, "index_topk": 2,
 }  # fmt: skip
-"""Of sequences of eight tokens, the last two are in no window of three."""
+"""In sequences of eight tokens, the last two are in no window of three."""
 QWEN3 = {"qk_norm": True, "num_kv_heads": 2, "head_size": 6}
 """The parts of a Qwen3: each query and key is normed, and heads are larger than the hidden size."""
 GPT3 = {"norm": "layer", "positions": "learned", "mlp": "gelu", "biases": "all", "tied_embedding": True}

@@ -1,7 +1,7 @@
 """Train every model family of ``transformers`` as a pipeline under three schedules, against the unpartitioned model.
 
 Each family is a tiny model with random weights, made from its config class. Two ranks train it under each schedule; the
-reference is the model in a plain loop over micro-batches. Compared are the bits of the loss and of every gradient.
+reference is the model in a plain loop over micro-batches. The bits of the loss and of every gradient are compared.
 
     python validation/families.py                       # all families: validation/results/families.json
     python validation/families.py --only llama gpt2     # some, printed

@@ -4,8 +4,8 @@
 
 The arguments are the first two of ``module_pipelines.py``; both sides have the same schedule, the rival with
 ``torch.compile`` of each block. The speed of a shared host changes by half within a minute. Therefore one side is timed
-directly after the other, and the ratio is the median of such pairs. Printed are also both medians in milliseconds and
-the smallest and the largest ratio of a pair.
+directly after the other, and the ratio is the median of such pairs. It also prints both medians in milliseconds and the
+smallest and the largest ratio of a pair.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/gpu/attention_kernels.py 1024,1024 2048,4096 4096,4096 3072,8192
 
 Each size is hidden, sequence. One row of tokens, heads of 128, causal, bfloat16. Each kernel runs as PyTorch calls it,
-and after ``torch.use_deterministic_algorithms(True)``. Printed are milliseconds (smallest median of three series) and
-the number of different gradients among ten backward passes with the same inputs: 1 is deterministic. *default* is the
+and after ``torch.use_deterministic_algorithms(True)``. It prints milliseconds (smallest median of three series) and the
+number of different gradients among ten backward passes with the same inputs: 1 is deterministic. *default* is the
 kernel that PyTorch chooses.
 """
 

@@ -5,7 +5,7 @@
 
 Each size is hidden, sequence, blocks, micro-batches. A step is the forward and backward of all micro-batches in
 bfloat16, one row of tokens each, gradients added up; it has no messages. ``products`` are the matrix products with
-their accumulation and the attention alone, which no way can beat. Printed are milliseconds (median of the rounds, in
+their accumulation and the attention alone, which no way can beat. It prints milliseconds (median of the rounds, in
 which the ways take turns), the ratio to the compiled blocks under plain autograd, GiB of a step above the weights (of a
 replay nothing: its memory is the graph's), and how far the gradients are from eager ones: the largest norm of a
 difference by the norm of the gradient. Attention's backward adds in no fixed order, so two steps differ in their last
@@ -101,7 +101,7 @@ def measured(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def peak_gib(step: Callable[[], object]) -> float:
-    """GiB that a step needs above those that are held before it."""
+    """GiB that a step needs above the memory at its start."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -36,7 +36,7 @@ ROUNDS = 4
 """Number of iterations after which the load of ranks hardly changes."""
 
 OpTimes = dict[tuple[int, str], float]
-"""By rank and text of a computation its start, in microseconds from the first."""
+"""Start of each computation by rank and text, in microseconds from the first."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Measured:
     stages: Sequence[Mapping[str, float]]
     """F, I and W of each rank's stage in the step."""
     chunks: Sequence[Sequence[Mapping[str, float]]]
-    """By rank, of the three sorts of chunks by themselves."""
+    """Times of the three sorts of chunks by themselves, by rank."""
     message_us: float
     between_us: float
-    """From an operation's end to the next one's start, as much as there is for each forward and each backward."""
+    """Time from an operation's end to the next one's start, once for each forward and each backward."""
     excess_bytes: Sequence[int]
     """Excess of each rank over its simulation."""
     power: Power

@@ -52,7 +52,7 @@ from pipeproof.verify.subject import make_subject
 
 KINDS = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zb_v", "dualpipe_v")
 NUM_STEPS = 3
-"""Of each way to run a step, after one that does not count."""
+"""Steps of each way to run one, after one that does not count."""
 NUM_REPLAYS = 2
 
 

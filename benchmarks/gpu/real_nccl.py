@@ -165,7 +165,7 @@ def _is_right(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> C
 
 
 def _is_as_predicted(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> CaseResult:
-    """Elements that ``check`` predicts as lost at each boundary and direction, and those that replace them."""
+    """Elements that ``check`` predicts as lost at each boundary and direction, and their replacements."""
     promised = _ranges(predicted, "PP201")
     arrived = _ranges(found, "PP915")
     detail = {"predicted": promised, "found": arrived}

@@ -68,7 +68,8 @@ def added(addends):
 
 @pytest.mark.parametrize("name", ["torch", "paddle"])
 def test_the_gradients_of_a_token_are_added_in_numpys_order(name):
-    """Of its experts' inputs, by their numbers, and of weights of outputs: the gradient of each is the sum's, times."""
+    """Gradients of experts' inputs are added in the order of experts; a weight of an output multiplies the sum's
+    gradient."""
     module, tensor = framework(name)
     experts = object.__new__(module.TorchExperts if name == "torch" else module.PaddleExperts)
     experts._moe = MoeSpec(num_experts=EXPERTS, top_k=TOP_K, ffn_size=4, combine="expert")

@@ -57,7 +57,7 @@ def quick(monkeypatch):
 
 
 def figures(file):
-    """Of a plan: microseconds that all ranks compute, and bytes that the fullest holds."""
+    """Figures of a plan: microseconds that all ranks compute, and bytes of the fullest rank."""
     done = invoke("simulate", "--format", "json", file)
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)

@@ -10,7 +10,7 @@ from tests.plans import subject
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 LIMIT = 0.05
-"""At weights as they begin, some of the gates and of the other factors are beyond it, and some are not."""
+"""Limit that only some of the initial gates and factors exceed."""
 
 
 def lowered(topology, schedule, model, **run):

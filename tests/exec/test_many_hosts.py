@@ -232,7 +232,7 @@ def running(hosts):
 
 
 def ended_ranks(hosts, *but):
-    """Wait until the ranks of both hosts have ended, those that are stopped excepted; these are killed."""
+    """Wait until the ranks of both hosts have ended; stopped ones are killed."""
     ends = time.monotonic() + PATIENCE_S
     while {**ranks_on(hosts, 0), **ranks_on(hosts, 1)}.keys() - {*but}:
         assert time.monotonic() < ends

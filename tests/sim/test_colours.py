@@ -1,4 +1,4 @@
-"""Colours: the same in every picture, told apart by those who do not see all of them, text readable on each."""
+"""Colours: the same in every picture, distinct for colour-blind readers, text readable on each."""
 
 import re
 from itertools import combinations

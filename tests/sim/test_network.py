@@ -194,7 +194,7 @@ def test_replicas_take_what_the_rank_takes_that_stands_for_them(topology):
 
 
 def test_of_replicas_the_slowest_counts():
-    """Of four pipelines on nodes of three, some cross nodes and some do not."""
+    """Some of four pipelines on nodes of three cross nodes."""
     mesh = {"topology": {"pp": 2, "dp": 4, "order": ["pp", "tp", "cp", "ep", "dp"]}, "network": {"ranks_per_node": 3}}
     whole = lower(plan(**mesh))
     folded = whole.with_graph(whole.canonical)

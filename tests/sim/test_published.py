@@ -41,7 +41,7 @@ def num_weights(spec):
 
 
 def active_weights(spec):
-    """Of experts, those that a token visits."""
+    """Number of weights, with only the experts that a token visits."""
     model = spec.model
     share = Fraction(model.moe.top_k, model.moe.num_experts)
     return sum(

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.needs_paddle
 NUM_TOKENS, NUM_EXPERTS, TOP_K = 7, 12, 3
 SIZES = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "ffn_size": 8}
 WEIGHT = 1 / 3
-"""Of a work item: there are three micro-batches."""
+"""Weight of a work item: there are three micro-batches."""
 
 
 def stage_balance(*, adds_losses=True, **moe):

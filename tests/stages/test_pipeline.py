@@ -53,7 +53,7 @@ def test_without_parallelism_the_ordered_model_is_bitwise_the_unpartitioned_one(
 
 
 def test_another_order_of_micro_batches_is_added_in_that_order():
-    """Of one parameter only: the others keep their bits, its own change with every order."""
+    """One parameter is added in another order: its bits change with every order, the others keep theirs."""
     plan = make_plan(schedule={"num_micro_batches": 4}, run={"steps": 1})
     (plain,) = run_in_order(plan)
     names = parameter_names(plan)

@@ -88,7 +88,7 @@ def assert_equal_backwards(plan, part):
         return given
 
     def input_gradients(rank):
-        """Of all micro-batches before any weight gradient, and the last forward before the first of them."""
+        """Input gradients of all micro-batches before any weight gradient, after the last forward."""
         ran = [split.forward(rank, index) for index in range(NUM_MICRO_BATCHES)]
         waiting = []
         for index, (_, output) in enumerate(ran):

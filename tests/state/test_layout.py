@@ -1,4 +1,4 @@
-"""The shards and writers of a plan equal those that a search for the first holder finds."""
+"""The shards and writers of a plan equal the results of a search for the first holder."""
 
 from math import prod
 

@@ -16,7 +16,7 @@ from tests.testing.fake_backend import fake_world
 
 TABLE = backend_table("paddle", "cpu")
 TIMEOUT_S = 60.0
-"""For so long nothing at all happens in a fake world that a probe does not block in, however busy the machine."""
+"""A fake world without a blocked probe is never quiet for so long, however busy the machine."""
 
 
 def values_of(key: str) -> list[RowValue]:

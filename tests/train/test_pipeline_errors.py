@@ -237,7 +237,7 @@ class Ended:
             process.send_signal(number)
 
     def statuses(self, limit_s=200):
-        """Exit statuses of all ranks; those that do not end are killed, and the outputs of all fail the test."""
+        """Exit statuses of all ranks; ranks that do not end are killed, and the outputs of all fail the test."""
         statuses = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):

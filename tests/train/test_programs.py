@@ -21,7 +21,7 @@ CASES = {
     "stage_inputs": ["structured", "uneven", "inside", "named", "mirrored", "frozen_ties", "sparse", "lengths"],
     "step_contract": ["random_arguments", "block_masks", "collators_dicts", "other_rows"],
 }  # fmt: skip
-"""Of programs of two processes; the first lines of a program describe its cases."""
+"""Cases of programs of two processes; the first lines of a program describe them."""
 
 
 def of_programs(programs):

@@ -47,7 +47,7 @@ UNEVEN = {"forward_us": [3, 2, 2, 5], "backward_input_us": [1, "1/3", 1, 1], "ba
 
 
 def test_every_layout_has_the_same_batch_and_the_same_work():
-    """Of each kind there is one, and a step computes as much in each, to the last fraction."""
+    """There is one layout of each kind, and a step computes equally much in each, to the last fraction."""
     seen = set()
     for one, plan in plans_of(
         layouts_of(four_ranks(num_layers=8, micro_batch_size=2, num_micro_batches=4, cost=UNEVEN))

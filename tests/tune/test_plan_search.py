@@ -1,5 +1,4 @@
-"""On a plan's own ranks, listed proposals are better, verified and within the limit, and their descriptions are
-true."""
+"""Proposals on a plan's own ranks are better, verified, within the limit, and truly described."""
 
 from fractions import Fraction
 from functools import cache

@@ -239,7 +239,7 @@ def test_a_near_even_cut_is_that_of_megatron(num_stages):
 
 
 def test_a_balanced_cut_begins_stages_at_the_nearest_block():
-    """Of two equally near blocks the first one; blocks without time are one place."""
+    """The first of two equally near blocks; blocks without time are one place."""
     spec = to_tune().spec
     times = dict.fromkeys(layer_order(spec.gpt), 0.0)
     for number, time in enumerate([2, 0, 0, 2, 2, 0, 1, 1]):

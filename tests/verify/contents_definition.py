@@ -13,7 +13,7 @@ STEPS = 2
 
 
 def is_right(rows_by_rank, intended):
-    """True if the values with names are those that the intended program has without, in two steps in a row."""
+    """True if the values with names equal the values of the intended program without names, in two steps in a row."""
     return values_of(rows_by_rank, use_names=True) == values_of(intended, use_names=False)
 
 

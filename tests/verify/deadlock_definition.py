@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Events:
-    """``follows[v]`` lists the events that event ``v`` follows; ``never`` those that cannot happen at all.
+    """``follows[v]`` lists the events that event ``v`` follows; ``never`` lists events that cannot happen at all.
 
     Events from twice the number of operations on are openings of connections.
     """

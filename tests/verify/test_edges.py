@@ -45,7 +45,7 @@ def subject_of(edges, **options):
 
 
 def codes(subject, change=lambda rank, row: [row]):
-    """The codes of the errors, without those that follow from others, after a change of each row."""
+    """The codes of the errors, without consequences of others, after a change of each row."""
     rows = [[new for row in of_rank for new in change(rank, row)] for rank, of_rank in enumerate(subject.graph.rows())]
     changed = subject.with_graph(build_graph(rows, subject.graph.tensors, subject.graph.groups))
     return {finding.code for finding in check_subject(changed).errors if finding.cause is None}

@@ -19,7 +19,7 @@ from pipeproof.verify.check_plan import check
 pytestmark = pytest.mark.usefixtures("known_notes")
 
 MOST_IN_DENSE_GRID = 4
-"""Of so many ranks and fewer, every size is taken."""
+"""Up to this number of ranks every size is taken."""
 
 
 def micro_batches(name, num_ranks, *, dense):

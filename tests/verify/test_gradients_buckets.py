@@ -109,7 +109,7 @@ def of_calls(parameters, *calls, step="0STEP", kind="ALL_REDUCE", axis="dp", **s
 
 
 def wrong(one):
-    """(code, parameter) of each problem, without those that are the same on another rank."""
+    """(code, parameter) of each problem, without repetitions on another rank."""
     return {(problem.cause.value, problem.parameter) for problem in diagnose(one)}
 
 

@@ -31,7 +31,7 @@ def program(name="layer", **mesh):
 
 
 def whole_norm(*, reduced_over):
-    """Without sequence parallelism every rank has the whole gradient of a norm; so over axes of one rank (cp)."""
+    """Without sequence parallelism every rank has the whole gradient of a norm, also over axes of one rank (cp)."""
     p = program(tp=2, cp=1)
     p.input("x", "s h", tp="I", cp="S(s)")
     p.parameter("g", "h", reduced_over=["cp", *reduced_over])

@@ -70,7 +70,8 @@ def test_each_held_micro_batch_weighs_what_its_boundary_tensor_does(dtype, size)
 
 
 def test_each_stage_weighs_what_its_own_boundary_brings():
-    """Of half the width and cut over tp by its sender; and two tensors. The last micro-batch has half the sequences."""
+    """One boundary has half the width, cut over tp by its sender, the other two tensors. The last micro-batch is half
+    as large."""
     hidden = {"name": "hidden", "dims": "sbh"}
     one = subject(
         model={"num_layers": 3},

@@ -100,7 +100,7 @@ def test_what_the_help_says_fits_does_fit(kind):
 
 
 def test_every_smallest_set_of_changes_that_fits_is_suggested():
-    """Of all sets of three changes; in one of the cases two of them together replace the third."""
+    """All sets of three changes are tried; in one of the cases two of them together replace the third."""
     changes = {"memory.recompute": "full", "memory.shard_optimizer": "dp", "schedule.kind": "1f1b"}
 
     def plan(*chosen):

@@ -278,7 +278,7 @@ def test_a_tensor_without_any_shape_hides_no_other_that_comes_too_early():
 
 
 def test_a_plan_without_the_key_needs_no_shapes():
-    """Of a tensor whose shape is announced and one whose shape is not, a plan that exchanges none reports neither."""
+    """A plan without shape exchanges reports neither a tensor with an announced shape nor one without."""
     base = subject(schedule={"num_micro_batches": 2})
 
     def announce(rows):

@@ -60,7 +60,7 @@ def experts(fw: Backend) -> list[Case]:
 
 
 def _experts(fw: Backend, moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
-    """Of expert-parallel ranks: each with tokens, a router and shared experts of its own, as its gradients are."""
+    """Expert-parallel ranks: each has its own tokens, router and shared experts, and their gradients."""
     own = moe.num_experts // num_ranks
     shapes = {
         "router": (7, 4), "experts.gate": (own, 7, 5), "experts.up": (own, 7, 5), "experts.down": (own, 5, 7),

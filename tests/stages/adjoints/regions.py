@@ -129,7 +129,7 @@ def _embedded(fw: Backend, rank: Rank, weight: Any) -> Any:
 
 
 def _losses(fw: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two streams of logits, each rank with its part of the vocabulary."""
+    """Losses of two streams of logits, each rank with its part of the vocabulary."""
 
     def losses(rank: Rank, *logits: Any) -> list[Any]:
         labels = [fw.tensor(LABELS), fw.tensor(LABELS[::-1].copy())]

@@ -23,7 +23,7 @@ from tests.stages.world import World
 make_plan = partial(plan_of_feature, "plain")
 """A small plan of float64, with these sections."""
 STEP = 1e-5
-"""Of central differences in float64: their error is about 1e-10 of the third derivative, their rounding 1e-11."""
+"""Step of central differences in float64: their error is about 1e-10 of the third derivative, their rounding 1e-11."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Backend:
     weight: Callable[[Any], Any]
     """A weight as layers use it."""
     gradient: Callable[[Any], np.ndarray]
-    """Of a leaf or a weight, zeros if nothing depended on it."""
+    """The gradient of a leaf or a weight, zeros if nothing depended on it."""
     numpy: Callable[[Any], np.ndarray]
     split_weights: Callable[[], Any]
     clip: Callable[..., Any]
     rotary_tables: Callable[[int, int], tuple[Any, Any]]
     vocabulary: Callable[..., Any]
     token_losses: Callable[..., Any]
-    """Of the logits of each stream, their labels and the region."""
+    """A function of the logits of each stream, their labels and the region."""
     sums_of_losses: Callable[..., Any]
     experts: Any
     """The module ``stages.<framework>.experts``."""

@@ -233,7 +233,7 @@ def test_the_sinks_have_the_slopes_of_the_loss(kind):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_flops_are_those_that_pytorch_counts(kind, monkeypatch):
-    """Of products, in F, I and W. Forward and backward compute all pairs, as unfused attention is counted."""
+    """FLOPs of products, in F, I and W. Forward and backward compute all pairs, as counted for unfused attention."""
     monkeypatch.setattr(torch_weights, "add_product", lambda buffer, left, right: buffer.add_(left @ right))
     model, spec = SIZES["as released, smaller"]
     weights, x, gradient = drawn(model, spec, kind, seed=5)

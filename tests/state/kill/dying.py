@@ -31,7 +31,8 @@ class Operation:
 
 @dataclass
 class Death:
-    """At which operation (counted from 0; None: never) the process ends, having written which shard of its bytes."""
+    """The operation (counted from 0; None: never) at which the process ends, and the share of its bytes written
+    before."""
 
     at: int | None = None
     fraction: float = 0.0

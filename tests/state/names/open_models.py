@@ -86,7 +86,7 @@ def attention(q, k, v):
 
 
 def chosen(logits, moe, bias):
-    """Weights of experts [.., E], zero for those that are not chosen."""
+    """Weights of experts [.., E], zero for experts that are not chosen."""
     scores = softmax(logits) if moe["score"] == "softmax" else 1 / (1 + np.exp(-logits))
     order = np.argsort(-(scores if bias is None else scores + bias), axis=-1, kind="stable")[..., : moe["top_k"]]
     gains = np.take_along_axis(scores, order, axis=-1)

@@ -13,7 +13,7 @@ from tests.state.aoa.arrays import apply_map, apply_map_with_paddle, engine, num
 from tests.state.names.models import ERNIE, MODELS, NAMED, PARTS_AND_MORE, PHI3, plan_of
 
 FAR_APART = {frozenset({"paddlefleet", other}) for other in ("pipeproof", "paddleformers-unfused")}
-"""Between these nothing is said that others of the pairs do not say."""
+"""Pairs that add nothing to the other pairs."""
 PAIRS = [
     (kind, model, one, other)
     for kind, model, one in NAMED

@@ -1,4 +1,4 @@
-"""The mover against numpy on whole arrays, and its files against those that the safetensors library writes."""
+"""The mover against numpy on whole arrays, and its files against files of the safetensors library."""
 
 from __future__ import annotations
 

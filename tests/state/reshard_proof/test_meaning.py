@@ -62,7 +62,7 @@ def test_one_expert_for_another_is_reported():
 
 
 def fused(in_groups):
-    """Of q [8, 8], k and v [8, 4] the fused weight: by groups of two queries, a key and a value; or q, k and v."""
+    """The fused weight of q [8, 8], k and v [8, 4]: by groups of two queries, a key and a value; or q, k and v."""
     columns = [("q", 0, 4), ("k", 0, 2), ("v", 0, 2), ("q", 4, 4), ("k", 2, 2), ("v", 2, 2)]
     if not in_groups:
         columns = [("q", 0, 8), ("k", 0, 4), ("v", 0, 4)]

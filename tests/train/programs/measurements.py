@@ -67,7 +67,7 @@ if rank == 0:
     whole = nn.Sequential(*(block(number) for number in range(4)))
 
     def step_of_whole():
-        """One step; gradients are added to those that are there."""
+        """One step; gradients are added to the existing ones."""
         for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True):
             (F.mse_loss(whole(x), y) / 4).backward()
 
