@@ -180,8 +180,8 @@ class DoctorReport:
     """Report of the doctor.
 
     ``rows`` are the measured rows of the backend's table, empty if the backend is missing; ``not_measured`` are rows
-    that rely on their source. ``problems`` are sentences with the meaning or the next step; ``notes`` are remarks about
-    expected results. ``facts`` describe each rank's device by the framework.
+    that rely on their source. ``problems`` are sentences with the meaning or the next step; ``notes`` are remarks that
+    do not contradict the table. ``facts`` describe each rank's device by the framework.
     """
 
     backend: str

@@ -259,7 +259,7 @@ class StepRunner:
             progress.write(op_id)
 
     def _note_operation(self) -> None:
-        """Show the operation that raised as this rank's operation: a GPU may already be behind it."""
+        """Show the operation that raised as this rank's operation, and not the operation that a GPU reports."""
         if self.current.op_id >= 0 and not self.watch.is_calling:
             self.watch.enter(self.num_steps - 1, self.current.op_id)
 

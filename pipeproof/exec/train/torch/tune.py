@@ -50,7 +50,7 @@ def tune(
     Every rank calls it with an equal model on its own device; weights, gradients, buffers and random states stay
     unchanged. It measures the times of distinct layers (forward, input gradient, weight gradient) and the memory that
     they keep. It searches all cuts for every kind of schedule that ``Pipeline`` runs. The best layouts run with the
-    model's own modules; the result is the fastest proved layout, or the simplest of equally fast ones.
+    model's own modules; the result is the fastest proved layout, or the simplest of several with the same time.
 
     Args:
         model: a model of transformers, or an ``nn.Sequential``, on the rank's device.
