@@ -173,7 +173,7 @@ class Pipeline:
 
     @property
     def kept_bytes(self) -> dict[int, list[KeptBytes]]:
-        """Memory that one forward keeps, for each graph of this rank's stages; stages without graphs have no entry."""
+        """Memory that a forward keeps in each graph, by stage of this rank that runs as graphs; known after a step."""
         return {number: list(stage.kept) for number, stage in self._runner.modules.items() if stage.split == "graph"}
 
     def step(
