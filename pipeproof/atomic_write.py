@@ -69,7 +69,7 @@ def _removed_at_the_end_of_the_process(file: Path) -> Iterator[None]:
 def output_file(path: Path) -> Iterator[Path]:
     """Yield a path to write: the file that the user names appears whole and on disk, or what exists survives.
 
-    The new file keeps the permissions of the old one, and a symbolic link keeps its target. What is no regular file,
+    The new file keeps the permissions of the old one, and a symbolic link keeps its target. A file that is not regular,
     such as a pipe or ``/dev/stdout``, is written in place.
 
     Raises:

@@ -1,10 +1,10 @@
 """Files of others: opened as regular files of a limited size; JSON and TOML decoded with a limit of depth.
 
-All readers open files here, so that no input blocks, and none is read whole that is larger than its kind can be. A text
-that cannot be decoded has one error.
+All readers open files here: no input blocks, and a file that is larger than its kind can be is not read whole. Every
+text that cannot be decoded raises the same error.
 
-Python's own limit of depth differs between its versions, and is met as a RecursionError; a value that it still decodes
-can be too deep for what walks it afterwards.
+Python's own depth limit differs between its versions and raises RecursionError. Also a value that Python still decodes
+can be too deep for later code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOT_READ = (
 MALFORMED = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError, RecursionError,
 )  # fmt: skip
-"""Errors of code that takes the parts of a decoded value, where the value has another form than the code expects."""
+"""Errors of code that reads the parts of a decoded value, if the value has an unexpected form."""
 Decoded = TypeVar("Decoded")
 _TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
 
@@ -75,7 +75,7 @@ def read_foreign(path: Path, max_bytes: int = MOST_JSON_BYTES) -> bytes:
     """
     with open_foreign(path, max_bytes) as stream:
         content = stream.read(max_bytes + 1)
-    if len(content) > max_bytes:  # it grows, or its size is that of /proc
+    if len(content) > max_bytes:  # the file grows, or is in /proc and has no size
         raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
     return content
 
@@ -83,7 +83,7 @@ def read_foreign(path: Path, max_bytes: int = MOST_JSON_BYTES) -> bytes:
 def open_foreign_text(
     path: Path, *, errors: Literal["strict", "replace"] = "strict", newline: str | None = None
 ) -> TextIO:
-    """Open a text in UTF-8, also one that is compressed by gzip; the caller bounds what it reads of it.
+    """Open a text in UTF-8, also compressed by gzip; the caller must bound its reads.
 
     Raises:
         OSError: As of `open_foreign`; reading can raise it, too, with EOFError and UnicodeDecodeError.
@@ -108,7 +108,7 @@ def regular_size(path: Path) -> int:
 def decode_json(
     text: str | bytes | bytearray, *, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
-    """Decode a JSON text; the hook is that of ``json.loads``.
+    """Decode a JSON text; ``object_pairs_hook`` is as in ``json.loads``.
 
     Raises:
         ForeignTextError: It cannot be decoded, or has more than ``MAX_DEPTH`` levels.
@@ -124,7 +124,7 @@ def decode_json_value(decoder: json.JSONDecoder, text: str, at: int) -> tuple[An
     """Decode the JSON value that begins at a place of a text; return it, and the place after it.
 
     Raises:
-        IncompleteValueError: It is no value, or the text ends in the midst of one.
+        IncompleteValueError: There is no value, or the text ends within it.
         ForeignTextError: It has more than ``MAX_DEPTH`` levels, or a number of too many digits.
     """
     try:

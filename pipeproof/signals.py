@@ -1,4 +1,4 @@
-"""Termination signals as exceptions, so that a command stops its workers and cleans up."""
+"""Termination signals as exceptions: a command can stop its workers and clean up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def terminate_raises() -> Iterator[None]:
-    """Turn signals that end a process into exceptions, so that cleanup code runs.
+    """Turn signals that end a process into exceptions: cleanup code then runs.
 
     This includes SIGINT: a shell starts background jobs with SIGINT ignored, and Python then never sees it. An ignored
     SIGHUP stays ignored (``nohup``).

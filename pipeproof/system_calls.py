@@ -1,7 +1,7 @@
 """System calls that differ between Linux, macOS and Windows: cores, locks, reads at a position, writing to the disk.
 
 Everything but the parts that start ranks uses POSIX only through this file and `signals`. ``make lint`` checks the
-types for all three systems, so that a name that one of them lacks is an error.
+types for all three systems: a name that one system lacks is an error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def open_to_read(path: Path) -> int:
         os.close(handle)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "it is a pipe or a device, and no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
     return handle
 
 
@@ -101,7 +101,7 @@ _MOST_READ = 2**24
 
 
 def forget_cached(handle: int, begin: int) -> None:
-    """Let the system start writing a file to the disk, and forget what it caches of it from ``begin`` on (Linux)."""
+    """Let the system start writing a file to the disk, and drop its cached pages from ``begin`` on (Linux)."""
     if sys.platform == "linux":
         os.posix_fadvise(handle, begin, 0, os.POSIX_FADV_DONTNEED)
 
@@ -123,7 +123,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def interrupt_blocked() -> Iterator[None]:
-    """Block SIGINT of this thread, so that processes started in the block inherit that. Windows cannot."""
+    """Block SIGINT of this thread and of processes that the block starts. Windows cannot."""
     if sys.platform == "win32":
         yield
         return

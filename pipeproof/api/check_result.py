@@ -54,7 +54,7 @@ def check(plan: GivenPlan, selection: Selection = ALL_RULES, *, settings: Settin
     Args:
         plan: A path, a dict, a ``PlanSpec`` or a loaded plan.
         selection: Rules that run.
-        settings: Values by dotted key, which win over those of the plan.
+        settings: Values by dotted key, which replace the plan's.
 
     Raises:
         BadPlanError: it is not a valid plan, or cannot be lowered at all.

@@ -43,18 +43,18 @@ class CompareResult(Result):
 
 
 def compare(a: GivenPlan, b: GivenPlan, step: int | None = None) -> CompareResult:
-    """Compare two timelines, such as those of two plans, or of a plan and of its run.
+    """Compare two timelines, such as two plans, or a plan and its run.
 
     Args:
         a: A plan as a path, dict, ``PlanSpec`` or loaded plan, which is simulated; or the path of a trace or of a
             report of a run.
-        b: The same.
-        step: That step of files with several.
+        b: As ``a``.
+        step: Step to compare, for files with several.
 
     Raises:
         BadPlanError: a plan is not valid, or cannot be simulated.
         TimelineFileError: a file has no timeline.
-        ValueError: there is no such step, or nothing in common.
+        ValueError: the step does not exist, or the timelines have nothing in common.
     """
     first, second = _timeline(a, "A"), _timeline(b, "B")
     second, note = with_common_layers(first, second)

@@ -14,7 +14,7 @@ GivenPlan = str | os.PathLike[str] | Mapping[str, object] | PlanSpec | LoadedPla
 """Forms of a plan that functions take."""
 
 Settings = Mapping[str, object]
-"""Values by dotted key, such as ``{"topology.pp": 4}``, which win over those of the plan."""
+"""Values by dotted key, such as ``{"topology.pp": 4}``, which replace the plan's."""
 
 
 def load_given(plan: GivenPlan, settings: Settings | None = None) -> LoadedPlan:
@@ -22,7 +22,7 @@ def load_given(plan: GivenPlan, settings: Settings | None = None) -> LoadedPlan:
 
     Raises:
         PlanFileError: it is not a valid plan; with all findings.
-        TypeError: it is none of the kinds of a plan.
+        TypeError: it is not a form of a plan.
     """
     changes: dict[KeyPath, object] = {tuple(key.split(".")): value for key, value in (settings or {}).items()}
     if isinstance(plan, str | os.PathLike):
@@ -41,7 +41,7 @@ def plan_data(loaded: LoadedPlan) -> dict[str, object]:
 
 
 def name_of(plan: object) -> str:
-    """Name of a plan for titles: that of its file, or ``plan``."""
+    """Name of a plan for titles: its file's name, or ``plan``."""
     if isinstance(plan, str | os.PathLike):
         return Path(plan).stem
     source = getattr(plan, "source", None)

@@ -32,7 +32,7 @@ _EXACT = "_exact"
 class Result:
     """A result of a function of ``pipeproof``.
 
-    ``to_dict`` has all of it; ``to_records`` and ``to_pandas`` one of its ``tables`` (the first without a name).
+    ``to_dict`` has all of it; ``to_records`` and ``to_pandas`` one of its ``tables`` (by default the first).
     Numbers are floats, or with ``exact`` the fractions that were computed. ``save`` writes a page (``.html``) or JSON.
     In a notebook, the last expression of a cell shows the result.
     """
@@ -118,7 +118,7 @@ class Result:
 def plain_data(value: Any, *, exact: bool) -> Any:
     """Return data without enums and tuples, numbers as floats or exact.
 
-    A key with the suffix ``_exact`` holds the text of a fraction of which the key without it has the nearest float.
+    A key with the suffix ``_exact`` holds a fraction as text; the key without the suffix has the nearest float.
     """
     if isinstance(value, Mapping):
         plain = {}
@@ -139,7 +139,7 @@ def plain_data(value: Any, *, exact: bool) -> Any:
 
 
 def noted(note: str) -> str:
-    """Return a note behind the other words of a ``repr``; nothing of an empty one."""
+    """Return a note as the end of a ``repr``; an empty text if there is none."""
     return f"; {note}" if note else ""
 
 

@@ -59,7 +59,7 @@ def show(plan: GivenPlan, *, settings: Settings | None = None) -> ShowResult:
 
     Args:
         plan: A path, a dict, a ``PlanSpec`` or a loaded plan.
-        settings: Values by dotted key, which win over those of the plan.
+        settings: Values by dotted key, which replace the plan's.
 
     Raises:
         BadPlanError: it is not a valid plan, or cannot be lowered.

@@ -32,7 +32,7 @@ MOST_RANKS, MOST_OPS = 32, 4000
 
 
 def timeline_image(timeline: Timeline, title: str) -> str:
-    """Return an ``<img>`` with the computations of the pipeline ranks of one replica; a sentence if they are many."""
+    """Return an ``<img>`` of the computations of one replica's pipeline ranks; a sentence if they are too many."""
     timed = timed_of(timeline)
     if len(timed.programs) > MOST_RANKS or sum(map(len, timed.programs)) > MOST_OPS:
         return "<p>The timeline is too large for a picture here: <code>save('timeline.html')</code> writes it.</p>"
@@ -144,13 +144,13 @@ def simulate(
 
     Args:
         plan: A path, a dict, a ``PlanSpec``, a loaded plan, or a lowered plan.
-        backend: The table whose semantics of sends apply with ``cost.p2p: backend``; by default that of the plan.
+        backend: The backend table for the semantics of sends with ``cost.p2p: backend``; by default the plan's.
         engine: ``fast`` (longest paths), ``simpy`` (the reference model) or ``auto``; the times are the same.
-        settings: Values by dotted key, which win over those of the plan; not for a lowered plan.
+        settings: Values by dotted key, which replace the plan's; not for a lowered plan.
 
     Raises:
         BadPlanError: it is not a valid plan, cannot be lowered, or the engine does not support it.
-        SimulationError: the step cannot finish, or the plan's own schedule is no whole step.
+        SimulationError: the step cannot finish, or the plan's own schedule is not a whole step.
         ValueError: there is no such engine, or settings are given for a lowered plan.
     """
     if isinstance(plan, LoweredPlan):

@@ -76,18 +76,18 @@ def tune(
         plan: A path, a dict, a ``PlanSpec`` or a loaded plan. With ``gpus``, its mesh, schedule, cut, recomputation and
             sharding are replaced; without, its schedule, chunks and micro-batches.
         gpus: Number of devices; by default the ranks of the plan, as they are.
-        device: Name of a device, with ``gpus``; by default that of the plan's ``cost.analytic``.
-        global_batch: Sequences in a step, over all replicas, with ``gpus``; by default those of the plan.
-        memory_gib: Memory of a device in GiB; with ``gpus`` by default that of its data sheet.
-        framework: ``megatron``, ``torch`` or ``paddle``, whose schedules and settings are tried; by default that of the
-            plan, or with ``gpus`` ``megatron``. ``any``, without ``gpus``: every schedule.
+        device: Name of a device, with ``gpus``; by default the plan's ``cost.analytic``.
+        global_batch: Sequences in a step, over all replicas, with ``gpus``; by default as in the plan.
+        memory_gib: Memory of a device in GiB; with ``gpus`` by default from its data sheet.
+        framework: ``megatron``, ``torch`` or ``paddle``, whose schedules and settings are tried; by default the plan's,
+            or with ``gpus`` ``megatron``. ``any``, without ``gpus``: every schedule.
         top: Number of layouts.
         fix: Allowed values by name, such as ``{"tp": [8]}``; without ``gpus``, names are vpp, mbs, splits, schedule and
             overlap.
         workers: Processes; by default one for each processor, without ``gpus`` one. A script calls this below
             ``if __name__ == "__main__"``.
         executor: Where layouts are simulated in place of own processes, such as a Dask client's.
-        settings: Values by dotted key that win over those of the plan.
+        settings: Values by dotted key, which replace the plan's.
 
     Raises:
         PlanFileError: the plan is not valid, or without ``gpus`` cannot be lowered.

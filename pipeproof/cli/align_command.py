@@ -1,6 +1,6 @@
 """``pipeproof state align``: two records, or two logs, bit for bit.
 
-It imports what it needs when it runs.
+The libraries are imported when it runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def _order(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     names = tuple(value.split(","))
     if len(set(names)) != len(names) or any(name != "main" and not name.startswith("mtp") for name in names):
-        raise click.BadParameter(f"{value!r} is no order of losses, such as main,mtp or mtp1,mtp2,main")
+        raise click.BadParameter(f"{value!r} is not an order of losses, such as main,mtp or mtp1,mtp2,main")
     return names
 
 
@@ -48,26 +48,26 @@ def _picture(context: click.Context, parameter: click.Parameter, value: Path | N
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="B", type=click.Path(path_type=Path))
 @click.option("--ulps", type=click.IntRange(min=0), default=0, show_default=True,
-              help="Allowed distance of elements, and of losses, in representable numbers.")  # fmt: skip
+              help="Allowed difference of elements and losses, in ULPs (representable numbers).")  # fmt: skip
 @click.option("--relative", type=click.FloatRange(min=0.0), default=0.0, show_default=True, callback=not_nan,
-              help="Or the allowed difference of a tensor, relative to B's largest element.")  # fmt: skip
-@click.option("--rounding", is_flag=True, help="Or a difference within the bound of rounding.")
+              help="Allowed difference of a tensor, relative to B's largest element.")  # fmt: skip
+@click.option("--rounding", is_flag=True, help="Allow differences within the rounding error bound.")
 @click.option("--names-a", metavar="NAMES",
-              help="Of records: the naming convention of A's model, such as megatron; with --names-b.")  # fmt: skip
-@click.option("--names-b", metavar="NAMES", help="The same of B, such as huggingface.")
+              help="Records: the naming convention of A's model, such as megatron; needs --names-b.")  # fmt: skip
+@click.option("--names-b", metavar="NAMES", help="Records: the naming convention of B's model, such as huggingface.")
 @click.option("--map", "map_file", type=click.Path(path_type=Path), metavar="FILE",
-              help="Of records: partners that names and shapes do not show, in YAML.")  # fmt: skip
-@click.option("--draft", is_flag=True, help="Print a map for tensors without a partner, proposed by shape and order.")
+              help="Records: a YAML file of matching tensors with different names.")  # fmt: skip
+@click.option("--draft", is_flag=True, help="Propose a --map for unmatched tensors, by shape and order, and print it.")
 @click.option("-m", "--micro-batches", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Of logs: number of micro-batches of a step, for counting anchors.")  # fmt: skip
+              help="Logs: number of micro-batches in a step, for counting anchors.")  # fmt: skip
 @click.option("--order-a", default="main", show_default=True, callback=_order, metavar="NAMES",
-              help="Of logs: losses whose anchors A prints for a micro-batch; PaddleFleet: main,mtp.")  # fmt: skip
+              help="Logs: order of the losses in A for each micro-batch; PaddleFleet: main,mtp.")  # fmt: skip
 @click.option("--order-b", default="main", show_default=True, callback=_order, metavar="NAMES",
-              help="The same of B; Megatron: mtp,main.")  # fmt: skip
-@click.option("--rank-a", type=click.IntRange(min=0), help="Of logs: read only this rank's anchors in A.")
-@click.option("--rank-b", type=click.IntRange(min=0), help="The same of B, which may be another rank.")
+              help="Logs: order of the losses in B; Megatron: mtp,main.")  # fmt: skip
+@click.option("--rank-a", type=click.IntRange(min=0), help="Logs: read only this rank's anchors in A.")
+@click.option("--rank-b", type=click.IntRange(min=0), help="Logs: read only this rank's anchors in B.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), callback=_picture,
-              metavar="FILE", help="Also draw the main losses by step: a picture, .svg.")  # fmt: skip
+              metavar="FILE", help="Also plot the main losses by step to this .svg file.")  # fmt: skip
 @format_option()
 def align(
     a: Path,
@@ -89,9 +89,9 @@ def align(
 ) -> None:
     """Compare two trainings bit for bit, and report the first difference: step, layer, rank, and its cause.
 
-    A and B are records of `run --record` or of `record_layers` (directories), or text logs as PaddleFormers,
-    PaddleFleet and Megatron print them; `first,second` are parts of one training. The exit status is 0 only if
-    all is equal within the given distances, 1 if not, 2 if a side cannot be read or the two have nothing in common.
+    A and B are record directories (`run --record`, `record_layers`), or text logs of PaddleFormers, PaddleFleet or
+    Megatron; write `first,second` for a training in several parts. Exit status: 0 only if all is equal within the
+    allowed differences, 1 if not, 2 if a side cannot be read or the two have nothing in common.
     """
     from pipeproof.analysis.align.alignment_text import alignment_to_json, render_alignment
     from pipeproof.analysis.align.compare_records import align as align_files
@@ -104,11 +104,11 @@ def align(
 
     require_separate_outputs(parts_of)
     if (names_a is None) != (names_b is None):
-        raise click.UsageError("give --names-a and --names-b, or neither: names are those of the other side without")
+        raise click.UsageError("give both --names-a and --names-b, or neither")
     if (rank_a is None) != (rank_b is None):
         raise click.UsageError("give --rank-a and --rank-b, or neither: ranks are compared by number")
     if draft and picture is not None:
-        raise click.UsageError("--draft prints a map, and compares nothing that --plot could draw: leave one out")
+        raise click.UsageError("--draft compares nothing that --plot could draw: leave one out")
     forms = (LogForm(micro_batches, order_a, rank_a), LogForm(micro_batches, order_b, rank_b))
     names = None if names_a is None or names_b is None else (names_a, names_b)
     try:

@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 @click.option("--source", type=PLACE, metavar="PLACE",
               help="The checkpoint that statements read, or a plan whose runs save it.")  # fmt: skip
 @click.option("--to", "target", type=PLACE, metavar="PLACE",
-              help="The checkpoint or plan whose tensors they make; without it, all that they make.")  # fmt: skip
+              help="The checkpoint or plan that needs the tensors; default: all that the statements make.")  # fmt: skip
 @set_option
 @click.option("--names", metavar="CONVENTION",
-              help="Write the statements from this convention of names to that of --to-names.")  # fmt: skip
+              help="Write statements from this naming convention to --to-names.")  # fmt: skip
 @click.option("--to-names", metavar="CONVENTION",
-              help="With --names, the other convention.")  # fmt: skip
+              help="The target naming convention, with --names.")  # fmt: skip
 @click.option("--expand", is_flag=True, help="Print the statements with every pattern replaced by names.")
-@click.option("--inverse", "inverted", is_flag=True, help="Print the statements that make the source again.")
+@click.option("--inverse", "inverted", is_flag=True, help="Print the inverse statements, which restore the source.")
 @format_option()
 def aoa(
     file: Path, *, source: Path | None, target: Path | None, settings: dict[KeyPath, object], names: str | None,
     to_names: str | None, expand: bool, inverted: bool, form: Form,
 ) -> None:  # fmt: skip
-    """Read AOA statements strictly, and show the source of each tensor; or write them between conventions.
+    """Read AOA statements strictly and show the source of each tensor, or write statements between conventions.
 
-    FILE has one statement per line, or is YAML or JSON with the list aoa_statements, as Paddle's aoa_config. No tensor
-    is read: headers of checkpoints, and plans, are sufficient. With --names and --to-names, FILE is the plan
-    of a model, or a state, and statements for its tensors are written. --set is for the plans among them.
+    FILE has one statement per line, or is YAML or JSON with the list aoa_statements, as Paddle's aoa_config. Tensors
+    are not read: checkpoint headers or plans are sufficient. With --names and --to-names, FILE is a plan or a state,
+    and statements for its tensors are written. --set applies to plans only.
     """
     if settings and not any(
         path is not None and is_plan(path) for path in (source, target, None if names is None else file)

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 @click.argument("files", metavar="FILE...", type=PLACE, nargs=-1, required=True)
 @plan_options()
 @click.option("--plan", metavar="PLAN", type=click.Path(path_type=Path),
-              help="For logs: compare the messages with those of this plan.")  # fmt: skip
+              help="For logs: compare the messages with this plan.")  # fmt: skip
 @click.option("--transport", "backend", metavar="NAME",
               help="For a program text: the backend whose guarantees hold, such as paddle-gloo.")  # fmt: skip
 @click.option("--queue", type=click.Choice(get_args(Queue)),
-              help="For a program text or logs: transfers of a rank that share one FIFO queue, as `transport.queue` of "
-              "a plan declares it; default: those of the backend.")  # fmt: skip
+              help="For a program text or logs: which transfers of a rank share one FIFO queue, as in the plan key "
+              "`transport.queue`; default: as the backend.")  # fmt: skip
 @format_option("sarif")
 @click.option("--select", multiple=True, metavar="CODES",
-              help="Run only these rules: codes or their beginnings, such as PP401,3xx.")  # fmt: skip
-@click.option("--ignore", multiple=True, metavar="CODES", help="Leave these rules out; there is no certificate then.")
-@click.option("--strict", is_flag=True, help="Let warnings fail the check, too.")
-@click.option("--all", "everything", is_flag=True, help="Show all findings of each code, and all of each finding.")
+              help="Run only these rules: codes or prefixes, such as PP401,3xx.")  # fmt: skip
+@click.option("--ignore", multiple=True, metavar="CODES", help="Skip these rules; the result then has no certificate.")
+@click.option("--strict", is_flag=True, help="Fail on warnings, too.")
+@click.option("--all", "everything", is_flag=True, help="Show every finding of each code, in full.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def check(
@@ -109,7 +109,7 @@ class _Kind(StrEnum):
 
 
 def _kind(file: Path, kind: FileKind | None) -> _Kind:
-    """A text that is not recognised counts as a program where its name ends so, else as a plan."""
+    """An unrecognised file counts as a program if its suffix is ``.txt``, else as a plan."""
     if kind is LOGS:
         return _Kind.LOG
     if kind is PROGRAM or (kind is None and file.suffix == ".txt"):

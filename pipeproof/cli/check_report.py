@@ -41,7 +41,7 @@ class CheckResult:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings that count."""
+        """The findings, without ignored and suppressed ones."""
         return () if self.report is None else self.report.findings
 
     def status(self, *, strict: bool) -> ExitStatus:

@@ -1,6 +1,6 @@
 """``pipeproof compare``: two timelines side by side, such as predicted and measured.
 
-It imports what it needs when it runs.
+The libraries are imported when it runs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def compare(
 ) -> None:  # fmt: skip
     """Compare two timelines: differences of lengths, starts and totals, and the first difference of order.
 
-    Each of A and B is a plan or a file of another tool, which is simulated, a trace that `simulate -o` or `run -o`
-    wrote, or a report of `run --report`. B may be a kind of schedule, such as zb_v: the plan A with it. --set is for
-    the plans among them. The exit status is 0 for any differences.
+    A and B are plans or files of another tool, which are simulated, traces of `simulate -o` or `run -o`, or reports of
+    `run --report`. B may be a kind of schedule, such as zb_v: plan A with this schedule. --set applies to plans only.
+    The exit status is 0 for any differences.
     """
     from pipeproof.cli.file_kinds import kind_of
 

@@ -1,4 +1,4 @@
-"""Recognition of a given file by its content, so that a command which refuses it can name the one that reads it."""
+"""Recognition of a file by its content: a command that refuses a file names the commands that read it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FileKind:
 
     noun: str
     commands: tuple[str, ...]
-    """Words of commands; the file is in the place of ``FILE``, its directory in that of ``DIRECTORY``."""
+    """Words of commands; ``FILE`` stands for the file, ``DIRECTORY`` for its directory."""
     fits: Callable[[Given], bool]
     importer: str | None = None
     """Value of ``--from`` in commands that read plans; None for other files."""
@@ -74,7 +74,7 @@ _RESULT = frozenset(
     {"findings", "send_completes", "num_sequence_splits", "only_a", "num_points", "num_gpus", "unpaired_losses",
      "num_parts", "not_measured", "faults"}
 )  # fmt: skip
-"""Keys of the JSON that commands write for other programs; ``log_matches_graph`` is that of a run's report."""
+"""Keys of the JSON that commands write for other programs; ``log_matches_graph`` is in reports of runs."""
 
 
 PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof" in g.keys)
@@ -194,7 +194,7 @@ def _keys(path: Path, head: bytes) -> Iterator[str]:
 def note_of_kind(path: Path) -> str | None:
     """Return a sentence that names the kind of a refused file and the commands that read it.
 
-    None if this command reads that kind, so that its own message has the reason, or if the kind is not recognised.
+    None if this command reads that kind (its own message has the reason), or if the kind is not recognised.
     """
     context = click.get_current_context(silent=True)
     kind = kind_of(path)
@@ -218,7 +218,7 @@ def _takes(command: list[str], words: list[str]) -> bool:
 
 
 def note_of_word(path: Path, group: Sequence[str]) -> str | None:
-    """Return that sentence for a file in the place of a command of a group, whose own commands come first.
+    """Return such a sentence for a file given where a group expects a command; the group's own commands come first.
 
     None if the kind is not recognised.
     """
@@ -236,8 +236,8 @@ def _sentence(path: Path, kind: FileKind, commands: Iterable[str]) -> str:
 
 
 def _reads_plans(context: click.Context, words: list[str]) -> bool:
-    """True if a plan is among the files of a command, whose own message then has the reason."""
-    if words == ["state", "aoa"]:  # its file has statements, or is a plan whose names are asked for
+    """True if the command reads a plan; its own message then has the reason."""
+    if words == ["state", "aoa"]:  # FILE has statements, or is a plan (with --names)
         return context.params.get("names") is not None
     arguments = (one for one in context.command.params if isinstance(one, click.Argument))
     return words in (["check"], ["compare"], ["state", "reshard"]) or any(

@@ -33,7 +33,7 @@ def job() -> None:
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
 @click.option("--stacks", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Dumps of py-spy, one for each rank; without them an installed py-spy is asked.")  # fmt: skip
+              help="Directory of py-spy dumps, one per rank; without it, an installed py-spy is called.")  # fmt: skip
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
     "--timeout",
@@ -41,7 +41,7 @@ def job() -> None:
     type=click.FloatRange(min=0.5, max=86400),
     default=5.0,
     show_default=True,
-    help="Seconds that a rank waits before the job counts as hung.",
+    help="Seconds that a rank waits before the job is reported as hung.",
 )
 @click.option(
     "--slow-after",
@@ -49,7 +49,7 @@ def job() -> None:
     type=click.FloatRange(min=0.5, max=86400),
     default=60.0,
     show_default=True,
-    help="The same where the awaited rank computes, or all parts of an operation are issued.",
+    help="Seconds before a computing rank, or a fully issued operation, is reported as slow.",
 )
 @click.option(
     "--duration",
@@ -61,7 +61,7 @@ def job() -> None:
 @click.option(
     "--on-hang",
     metavar="COMMAND",
-    help="Shell command that --follow runs at a hang; PIPEPROOF_CAUSES has the ranks, PIPEPROOF_KIND the kind.",
+    help="Shell command that --follow runs at a hang; it gets PIPEPROOF_CAUSES (ranks) and PIPEPROOF_KIND.",
 )
 @format_option()
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
@@ -72,10 +72,9 @@ def hang(
 ) -> None:  # fmt: skip
     """Report which rank is the cause of a hang, and what the others wait for.
 
-    DIR has the rings of a job that called `watch` of pipeproof.torch or pipeproof.paddle (one file for each rank, also
-    in one directory for each host), or Flight Recorder dumps: a file for each rank, whose name ends with the rank, as
-    pickle or JSON, or dumps of py-spy, named likewise. The output has mismatches,
-    operations that were never issued, and the cycle of waits.
+    DIR has one of: the rings of a job that called `watch` of pipeproof.torch or pipeproof.paddle (one file per rank,
+    also in one directory per host); Flight Recorder dumps (pickle or JSON); dumps of py-spy. The name of a dump ends
+    with the rank. The output lists mismatches, operations that were never issued, and the cycle of waits.
     """
     for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
         if value is not None and not follow:

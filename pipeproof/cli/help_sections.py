@@ -55,7 +55,7 @@ _OTHER_NAMES = {"monitor": "job hang --follow", "watch": "job hang --follow"}
 
 
 class LazyCommands(dict[str, click.Command]):
-    """The commands of a group: ``modules`` has ``module:attribute`` of each, imported when the command is looked up.
+    """The commands of a group: ``modules`` maps names to ``module:attribute``, imported on lookup.
 
     ``commands`` are imported already; ``group`` is the word of the group.
     """
@@ -107,7 +107,7 @@ class SuggestingGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command; an unknown one is refused with the nearest name of all commands of the program."""
+        """Return the command; for an unknown one, the error names the nearest command of the program."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             _refuse(args[0], ctx)
         return super().resolve_command(ctx, args)

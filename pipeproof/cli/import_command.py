@@ -78,11 +78,11 @@ def import_plan(files: tuple[Path, ...], output: Path | None, source: PlanSource
 def _recognised(file: Path, source: PlanSource) -> PlanSource:
     from pipeproof.cli.file_kinds import kind_of
 
-    file.stat()  # one that is missing is refused as such
+    file.stat()  # a missing file is refused here
     kind = kind_of(file)
     if kind is None or kind.importer is None:
         note_kind(file)
-        raise click.UsageError(f"the content of {file} shows no kind that is imported; `--from KIND` names it")
+        raise click.UsageError(f"the kind of {file} is not recognised; name it with `--from KIND`")
     return source.for_kind(file, kind)
 
 
@@ -106,7 +106,7 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write the profile, for `cost: {profile: FILE}`.")  # fmt: skip
 @click.option("--message-us", callback=_time, metavar="TIME",
-              help="Microseconds of a message, if the files do not show it, or in place of measured ones.")  # fmt: skip
+              help="Microseconds of a message, instead of measured ones or if the files have none.")  # fmt: skip
 def profile(
     files: tuple[Path, ...],
     plan: Path,

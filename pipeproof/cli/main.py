@@ -1,4 +1,4 @@
-"""The ``pipeproof`` command. Each subcommand imports what it needs when it runs, so that ``check`` starts fast."""
+"""The ``pipeproof`` command. Subcommands import their libraries when they run, because ``check`` must start fast."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ class _Commands(SectionedGroup):
 
 
 def _wrong_usage(error: click.UsageError) -> NoReturn:
-    """Report options or arguments that cannot be meant, in the form of every other error."""
+    """Report wrong options or arguments in the form of every other error."""
     if type(error).__name__ == "NoArgsIsHelpError":  # of newer releases of click: the help itself
         raise error
     message = wrapped(error.format_message(), "error: ")
     echo(f"error: {message}", err=True)
     if error.ctx is not None and "--help" not in message:
-        echo(f"  = help: `{error.ctx.command_path} --help` lists what it takes", err=True)
+        echo(f"  = help: `{error.ctx.command_path} --help` lists the options", err=True)
     sys.exit(ExitStatus.BAD_INPUT)
 
 

@@ -63,6 +63,6 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
 
 set_option = click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", callback=_settings,
-    help="Use this value for a key of the plan, such as model.hidden_size=4096; repeatable.",
+    help="Set a key of the plan, such as model.hidden_size=4096; repeatable.",
 )  # fmt: skip
-"""``--set`` of every command that reads a plan: values in place of those of the file."""
+"""``--set`` of every command that reads a plan: values that replace the file's."""

@@ -69,9 +69,9 @@ class DeviceParam(click.ParamType):  # type: ignore[type-arg]  # generic in some
 
 def import_options(command: _Command) -> _Command:
     """Give a command the options for values that the files lack."""
-    model_help = "A model's config.json with its sizes, for imported files."
+    model_help = "For imported files: the model's config.json."
     for option in (
-        click.option("--world-size", type=click.IntRange(min=1), help="Number of processes, for imported files."),
+        click.option("--world-size", type=click.IntRange(min=1), help="For imported files: the number of processes."),
         click.option("--model-config", type=click.Path(path_type=Path), help=model_help),
         set_option,
     ):
@@ -92,7 +92,7 @@ def import_from(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
 
 @dataclass(frozen=True)
 class PlanSource:
-    """Reader of the plan of a command: ``kind`` is that of another tool's file, None for a plan file."""
+    """Reader of the plan of a command. ``kind`` is the kind of another tool's file; None for a plan file."""
 
     kind: str | None
     settings: Mapping[KeyPath, object]
@@ -169,7 +169,7 @@ class PlanSource:
         """Load the plan, or import the file; a note on standard error counts what was assumed.
 
         Raises:
-            PlanFileError: it cannot be read, or is no valid plan.
+            PlanFileError: it cannot be read, or is not a valid plan.
             click.UsageError: an option of importers is given for a plan.
         """
         source = self.for_file(file)
@@ -229,12 +229,12 @@ def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Call
         if device:
             wrapped = click.option(
                 "--device", "imported_device", type=DeviceParam(),
-                help="For imported files: let times be computed for this device (`cost.analytic`).",
+                help="For imported files: compute times for this device (`cost.analytic`).",
             )(wrapped)  # fmt: skip
         wrapped = import_options(wrapped)
         return click.option(
             "--from", "kind", metavar="KIND", type=KindName(),
-            help="Kind of another tool's file, where its content does not show it; `docs/importing.md` has the kinds.",
+            help="Kind of another tool's file, if not recognised; `docs/importing.md` lists the kinds.",
         )(wrapped)  # fmt: skip
 
     return decorate

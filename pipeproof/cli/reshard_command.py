@@ -61,7 +61,7 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
         raise click.UsageError("give -o OUT, the output, or --check to prove only")
     if is_plan(options.source) and not check:
         note_kind(options.source)
-        raise click.UsageError("SOURCE is no checkpoint: name a state to write it, or give --check for two plans")
+        raise click.UsageError("SOURCE is not a checkpoint: name a state to write it, or give --check for two plans")
     if options.plan is not None and (options.plan.is_dir() or options.plan.suffix == FILE):
         kind = "a directory" if options.plan.is_dir() else "a file of tensors"
         raise click.UsageError(f"{options.plan} is {kind}: --to names the plan that resumes")
@@ -103,8 +103,8 @@ _MOST_JOBS = 16
 @click.option("--aoa", type=click.Path(exists=True, path_type=Path, dir_okay=False), metavar="FILE",
               help="AOA statements that make the target's tensors from the source's.")  # fmt: skip
 @click.option("--names", metavar="CONVENTION",
-              help="Convention of the tensor names in the one file (huggingface, megatron, paddleformers, ..); with a "
-              "plan, of those in SOURCE.")  # fmt: skip
+              help="Naming convention of the tensors in the output file (huggingface, megatron, paddleformers, ..); "
+              "with a plan, in SOURCE.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Leave out the optimizer state: training begins at step 0.")
 @click.option("--save-format", type=click.Choice(["pipeproof", "flex", "unified"]), default="pipeproof",
               show_default=True,
@@ -238,7 +238,7 @@ def _require_same_md5(source: Checkpoint, task: ReshardTask, out: Path) -> str |
 
 
 def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[ReshardTask, tuple[Finding, ...]]:
-    """Return the task, its notes, and findings of elements that statements map to ones of another meaning."""
+    """Return the task, its notes, and findings on statements that map elements to elements of another meaning."""
     from pipeproof.state.reshard.reshard_targets import has_training_steps
 
     plan, digest = None, ""
@@ -400,7 +400,7 @@ def show_outcome(
 ) -> None:
     """Print the outcome, and the output with the command that resumes from it.
 
-    ``md5`` is that of all tensors, where those of the output were compared with those of the source.
+    ``md5`` is the digest of all tensors if output and source were compared.
     """
     if as_json:
         click.echo(json.dumps(_to_json(outcome, out, result, seconds, md5), indent=2))

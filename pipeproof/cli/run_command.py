@@ -1,6 +1,6 @@
 """``pipeproof run``: a verified plan on real processes, compared with its reference; ``rehearse``: its communication.
 
-Each command imports what it needs when it runs.
+The libraries of each command are imported when it runs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _rank_options(verb: str) -> Callable[[_Command], _Command]:
         click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
                      callback=not_nan, help="Seconds without progress after which a run counts as hung."),
         click.option("--logs", "--keep-logs", "logs", type=click.Path(path_type=Path, file_okay=False),
-                     callback=writable, help="Keep the output of each worker here. (torchrun takes --logs for an "
-                     "option of its own.)"),
+                     callback=writable, help="Keep the output of each worker here. (--logs is also an option of "
+                     "torchrun, which reads it first.)"),
         click.option("--inject", "fault", metavar="RANK:OP:ACTION", callback=_fault,
                      help="Inject a failure: let RANK raise, die or hang at OP, as in 1:0F2:die."),
         click.option("--share-gpus", is_flag=True,
@@ -118,14 +118,14 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
               help="Write measured times, for `cost: {profile: FILE}`; the reference runs afterwards.")  # fmt: skip
 @click.option("--record", "record_directory", type=click.Path(path_type=Path, file_okay=False),
               callback=_record_directory, metavar="DIR",
-              help="Record losses and gradients of run and reference below DIR, for `state align`.")  # fmt: skip
+              help="Record losses and gradients of run and reference in DIR, for `state align`.")  # fmt: skip
 @click.option("--record-layers", is_flag=True,
-              help="Record the inputs and outputs of each layer, forward and backward, too.")  # fmt: skip
+              help="With --record: also the inputs and outputs of each layer, forward and backward.")  # fmt: skip
 @click.option("--record-values", is_flag=True,
-              help="Keep the tensors, which are large, so that `state align` can report distances.")  # fmt: skip
+              help="With --record: also the tensor values (large), for distances in `state align`.")  # fmt: skip
 @click.option("--watch", type=click.Path(path_type=Path, file_okay=False), callback=writable, metavar="DIR",
               envvar="PIPEPROOF_WATCH", help="Write each rank's operations below DIR, for `job hang DIR`.")  # fmt: skip
-@click.option("-v", "--verbose", is_flag=True, help="Print what is equal, too: every gradient, and how both computed.")
+@click.option("-v", "--verbose", is_flag=True, help="Also print equal gradients, and how both sides computed.")
 @_rank_options("Run")
 @_state_options
 def run(

@@ -1,6 +1,6 @@
-"""``pipeproof schedule``: the kinds of schedules, one of them, or that of a plan, on a timeline, and their files.
+"""``pipeproof schedule``: list the kinds, show a schedule on a timeline, and convert schedule files.
 
-Each command imports what it needs when it runs.
+The libraries of each command are imported when it runs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def list_kinds() -> None:
 @click.option("-v", "--chunks", type=click.IntRange(1, 1024),
               help="Stages on each rank; without it, the fewest that the schedule allows.")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", type=click.IntRange(1, 10**6),
-              help="With optimal, search for a shorter schedule with OR-tools (extra `solve`): seconds of the solver's "
-                   "own clock, which counts its steps, so that results repeat; one takes about 1 to 10 real "
-                   "seconds.")  # fmt: skip
-@click.option("--no-check", is_flag=True, help="Leave out the check of the schedule with its communication.")
+              help="With optimal, search for a shorter schedule with OR-tools (extra `solve`). The limit is in seconds "
+                   "of the solver's deterministic clock, each 1 to 10 real seconds; results repeat.")  # fmt: skip
+@click.option("--no-check", is_flag=True, help="Do not check the schedule with its communication.")
 @format_option()
 @click.option("--as", "target", type=click.Choice([*FORMATS, "svg"]),
               help="Instead of timeline and figures, print a schedule file in this format, or a picture.")  # fmt: skip
@@ -54,12 +53,11 @@ def show_kind(
     name: str, *, source: PlanSource, ranks: int | None, micro_batches: int | None, chunks: int | None,
     time_limit_s: int | None, no_check: bool, form: str, target: str | None, color: str,
 ) -> None:  # fmt: skip
-    """Show the schedule KIND for given sizes, or that of a plan, with every operation as early as possible.
+    """Show the schedule KIND for given sizes, or the schedule of a plan, with every operation as early as possible.
 
-    `pipeproof schedule list` names the kinds. Times of a kind are exact, in any one unit, of one micro-batch on one
-    stage: F, I and W take 1, or what --set gives, such as cost.forward_us=[1, 1/2]. --set also takes keys of the
-    schedule, such as schedule.variant=megatron. For the kind optimal, the output has the bound that no schedule is
-    below.
+    `pipeproof schedule list` names the kinds. Times are exact, in any unit, of one micro-batch on one stage: F, I and W
+    take 1, or the times of --set, such as cost.forward_us=[1, 1/2]. --set also takes keys of the schedule, such as
+    schedule.variant=megatron. For the kind optimal, the output has a lower bound of all schedules' times.
     """
     from pipeproof.cli.schedule_show import of_kind, of_plan, show_schedule, write_shown
     from pipeproof.schedule.kinds import SCHEDULE_KINDS
@@ -97,9 +95,9 @@ def show_kind(
 def convert(file: Path, target: str, source: str, output: Path | None, *, only_computations: bool) -> None:
     """Write the schedule in FILE in another format.
 
-    Formats are our text form (text), PyTorch's CSV (csv, and with communication csv-comms, which is only read) and the
-    strings of Fleet's static scheduler, one line per rank (fleet). Operations that a format cannot express are an
-    error: nothing is left out silently.
+    Formats are our text form (text), PyTorch's CSV (csv; with communication csv-comms, which can only be read) and the
+    strings of Fleet's static scheduler, one line per rank (fleet). Nothing is left out silently: an operation that the
+    format cannot express is an error.
     """
     require_separate_outputs()
     with refusing_bad_plans("text", file), showing_progress(f"converting {file}"):

@@ -34,7 +34,7 @@ def show_kinds() -> None:
 
 _HEADINGS = ("kind", "stages", "placed", "backward", "exists for")
 _LEGEND = (
-    "\np ranks, m micro-batches; stages are those of a rank. B is a whole backward, I and W its parts for inputs and "
+    "\np ranks, m micro-batches; stages of each rank. B is a whole backward, I and W its parts for inputs and "
     "for weights, F+B a forward and a backward that run in parallel. `custom` and `file` are your own schedules."
 )
 _MOST_CONDITION = 32

@@ -50,7 +50,7 @@ MOST_COMPUTATIONS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class SelectedSchedule:
-    """A schedule with its plan and its times; ``time_text`` writes them, ``bounded`` is None but for ``optimal``."""
+    """A schedule with its plan and its times; ``time_text`` writes times, ``bounded`` is for ``optimal`` only."""
 
     plan: LoadedPlan
     schedule: Schedule
@@ -72,8 +72,8 @@ def of_kind(
 ) -> SelectedSchedule:  # fmt: skip
     """Return the schedule of a kind.
 
-    ``sizes`` are the ranks, the micro-batches and the stages of a rank, None for the fewest. ``form`` is that of the
-    output, which some kinds depend on.
+    ``sizes`` are the ranks, the micro-batches and the stages of a rank, None for the fewest. Some kinds depend on
+    ``form``, the output form.
 
     Raises:
         click.UsageError: there is no such kind, or it has too many computations for a timeline.
@@ -134,7 +134,7 @@ def _selected(plan: LoadedPlan, text: TimeText, note: str, source: str, time_lim
 def show_schedule(shown: SelectedSchedule, form: str, *, verify: bool, color: str) -> None:
     """Print the timeline and figures of a schedule as text or JSON; exit 1 if the rules refuse it.
 
-    With a schedule that the solver found, the check is of the generated one.
+    If the solver found the schedule, the generated one is checked.
     """
     with showing_progress(f"checking {shown.plan.spec.schedule.kind}"):
         is_solved = shown.bounded is not None and shown.bounded.seconds is not None

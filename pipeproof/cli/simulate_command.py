@@ -26,7 +26,8 @@ if TYPE_CHECKING:
                    "or .svg (a picture).")  # fmt: skip
 @format_option()
 @click.option("--engine", type=click.Choice(["auto", "fast", "simpy"]), default="auto", show_default=True,
-              help="Longest paths, the reference model, or the one that applies; the times are the same.")  # fmt: skip
+              help="fast: longest paths; simpy: the reference model; auto: the one that applies. Times are "
+                   "equal.")  # fmt: skip
 def simulate(
     plan: Path, source: PlanSource, output: Path | None, form: Literal["text", "json"], engine: Engine
 ) -> None:

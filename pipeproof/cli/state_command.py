@@ -35,8 +35,8 @@ _verify_option = click.option(
 def state() -> None:
     """Show, compare, reshard and rename saved states, and compare the trainings that saved them.
 
-    A checkpoint is a state of `run --save` (or the newest below a directory), a safetensors file or a directory of
-    them, one of Paddle's, or PyTorch's distributed checkpoint (DCP).
+    A checkpoint is a state of `run --save` (or a directory of states: the newest), a safetensors file or a directory of
+    them, a checkpoint of Paddle, or PyTorch's distributed checkpoint (DCP).
     """
 
 
@@ -48,7 +48,7 @@ def state() -> None:
 def show_state(path: Path, *, md5: bool, verify: bool, form: Form) -> None:
     """Show the contents of a checkpoint.
 
-    An MD5 is that of a whole tensor's bytes, for any sharding. The exit status is 1 where --verify finds a fault.
+    An MD5 covers the bytes of a whole tensor, for any sharding. The exit status is 1 where --verify finds a fault.
     """
     with _opening((path,), form, verify=verify) as (opened,):
         if md5:
@@ -79,7 +79,7 @@ def _opening(paths: Sequence[Path], form: Form, *, verify: bool) -> Iterator[tup
     for path in paths:
         if is_plan(path) and path.is_file():
             note_kind(path)
-            raise click.UsageError(f"{path} is no checkpoint: name a state that runs of a plan saved")
+            raise click.UsageError(f"{path} is not a checkpoint: name a state that runs of a plan saved")
     with refusing_bad_plans(form, paths[0], noted=paths), opening_checkpoints():
         if verify and not _verify(paths, as_json=form == "json"):
             sys.exit(ExitStatus.FAILED)
@@ -184,10 +184,10 @@ def _print_comparison(first: Checkpoint, second: Checkpoint, comparison: StateCo
         one_step, other_step = comparison.steps
         echo(f"one is the state after {counted(one_step, 'step')}, the other after {other_step:,}")
     have = "has" if comparison.num_alike == 1 else "have"
-    alike = f"{counted(comparison.num_alike, 'tensor')} {have} the same type, shape and bits"
+    equal = f"{counted(comparison.num_alike, 'tensor')} {have} the same type, shape and bits"
     differ = f"{len(comparison.differ):,} {'differs' if len(comparison.differ) == 1 else 'differ'}"
     whole = "" if comparison.num_alike == 1 else "all "
-    echo(f"{whole}{alike}" if comparison.equal else f"{alike}, {differ}")
+    echo(f"{whole}{equal}" if comparison.equal else f"{equal}, {differ}")
 
 
 def _write(content: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """``pipeproof sweep``: a plan with many values for some of its keys, every point checked and simulated.
 
-It imports what it needs when it runs.
+The libraries are imported when it runs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def sweep(
 ) -> None:  # fmt: skip
     """Check and simulate a plan with many values for some of its keys, and list the best.
 
-    A list is the values of a key: --set 'schedule.kind=[1f1b, zb_h1]'. All combinations are points; a list as a value
-    is in a list of its own. A refused point is a result with its code.
+    A list has the values of one key: --set 'schedule.kind=[1f1b, zb_h1]'. All combinations are points; if a value is a
+    list, write [[..]]. A refused point is a result with its code.
     """
     with refusing_bad_plans("text", plan):
         points = _points(plan, source)

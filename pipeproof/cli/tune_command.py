@@ -1,6 +1,6 @@
 """``pipeproof tune``: the layouts with which a model trains fastest on a number of devices, or on a plan's own ranks.
 
-It imports what it needs when it runs.
+The libraries are imported when it runs.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.command()
 @click.argument("model", metavar="MODEL_OR_PLAN")
 @click.option("--gpus", type=click.IntRange(1, 2**20),
-              help="Number of devices: the mesh, the cut and the memory settings are searched, too. Without it, only "
-                   "schedules, chunks and micro-batches for the ranks of the plan.")  # fmt: skip
-@click.option("--device", type=DeviceParam(), help="The device; by default that of the plan's `cost.analytic`.")
+              help="Number of devices; the mesh, the cut and the memory settings are searched, too. Without it: only "
+                   "schedules, chunks and micro-batches on the ranks of the plan.")  # fmt: skip
+@click.option("--device", type=DeviceParam(), help="The device; default: `cost.analytic` of the plan.")
 @click.option("--memory-gib", type=click.FloatRange(0, 2**20, min_open=True),
-              help="Memory of a device in GiB; with --gpus by default that of its data sheet.")  # fmt: skip
+              help="Memory of a device in GiB; default with --gpus: its data sheet.")  # fmt: skip
 @click.option("--global-batch", type=click.IntRange(1, 10**9),
-              help="With --gpus: sequences in a step, over all replicas; by default those of the plan.")  # fmt: skip
+              help="With --gpus: sequences in a step, over all replicas; default: as in the plan.")  # fmt: skip
 @click.option("--framework", type=click.Choice(["megatron", "torch", "paddle", "any"]),
-              help="Framework whose schedules and settings are tried; by default that of the file, or with --gpus "
-                   "megatron. `any`, without --gpus: every schedule.")  # fmt: skip
+              help="Framework whose schedules and settings are tried; default: of the file, or megatron with --gpus. "
+                   "`any`, without --gpus: every schedule.")  # fmt: skip
 @click.option("--top", type=click.IntRange(1, 1000), default=10, show_default=True, help="Number of rows.")
 @click.option("--fix", multiple=True, metavar="NAME=VALUE", callback=_fixed,
               help="Try only these values, such as tp=8 or pp=4,8; repeatable. Names are tp, cp, ep, dp, pp, vpp, mbs, "
@@ -80,7 +80,7 @@ def tune(
             if tuned.global_batch is None:
                 raise click.UsageError("--gpus is missing: only a plan has ranks and a batch")
             if global_batch is not None:
-                raise click.UsageError("--global-batch goes with --gpus: without it, the batch is that of the plan")
+                raise click.UsageError("--global-batch goes with --gpus: without it, the plan has the batch")
         elif tuned.plan.spec.has_layer_times:
             options |= {"device": device, "global_batch": global_batch}
         else:

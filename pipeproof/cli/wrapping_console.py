@@ -44,7 +44,7 @@ def _harmless(one: Any) -> Any:
     if isinstance(one, str):
         return printable_lines(one)
     if isinstance(one, Text) and not one.plain.isprintable():
-        one.plain = printable_lines(one.plain)  # of the same length, so that styles stay in their places
+        one.plain = printable_lines(one.plain)  # of the same length: the positions of styles stay valid
     return one
 
 

@@ -1,9 +1,8 @@
 """Placement of a tensor over one axis of the device mesh.
 
-The five placements and their backward duals follow DESIGN "Layouts and
-transports": *Replicated* and *Invariant* hold equal values on every rank of the
-axis (they differ in the gradient), *Sharded* holds a shard per rank, *Partial*
-holds an addend per rank, *Varying* promises nothing.
+The five placements over one axis: *Replicated* and *Invariant* hold equal
+values on every rank (their gradients differ), *Sharded* holds a shard per
+rank, *Partial* an addend per rank, *Varying* promises nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def parse_placement(text: str) -> Placement:
     """Read the text form: ``parse_placement(str(p)) == p`` for every placement.
 
     Raises:
-        ValueError: ``text`` is no placement.
+        ValueError: ``text`` is not a placement.
     """
     name, bracket, rest = text.partition("(")
     digits = rest.removesuffix(")")
@@ -96,6 +95,6 @@ def parse_placement(text: str) -> Placement:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes of one element, from the bits at the end of a type's name (``bfloat16``); 1 without bits."""
+    """Return the bytes of one element, from the bits in a type's name (``bfloat16``); 1 without bits."""
     bits = re.search(r"\d+$", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1

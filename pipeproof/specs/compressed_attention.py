@@ -9,7 +9,7 @@ from pydantic import Field
 from pipeproof.specs.section import FROM_LIST, Section
 
 AttentionType: TypeAlias = Literal["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
-"""The keys that the queries of a block see, by the names of Hugging Face's ``layer_types``."""
+"""The attention of a block, with a name of Hugging Face's ``layer_types``."""
 
 SPARSE: AttentionType = "compressed_sparse_attention"
 
@@ -45,17 +45,17 @@ class YarnSpec(Section):
 
 
 class CompressedAttentionSpec(Section):
-    """Attention with one head of keys, which are also the values, for all queries; Hugging Face's ``DeepseekV4``.
+    """Attention with one head for all queries, whose keys are also its values; Hugging Face's ``DeepseekV4``.
 
     A query sees the last tokens, a sink without a value and, by the type of the block, compressed entries of the
-    tokens before. Windows are those of a sequence; what does not fill the last one makes no entry.
+    tokens before. Each sequence has its own windows; an incomplete last window makes no entry.
     """
 
     layer_types: Annotated[tuple[AttentionType, ...], FROM_LIST] = Field(
         description="The attention of each block, in order: `sliding_attention` without entries, "
-        "`compressed_sparse_attention` with those that an indexer chooses, `heavily_compressed_attention` with all. "
-        "A list that is shorter than the model begins again. An MTP module has the entry after the last block's or, "
-        "where there is none, that of the last block.",
+        "`compressed_sparse_attention` with entries that an indexer chooses, `heavily_compressed_attention` with all. "
+        "A list shorter than the model is repeated. An MTP module has the attention of the next block or, without a "
+        "further entry, of the last block.",
     )
     q_lora_rank: int = Field(ge=1, le=2**20, description="Size of the compressed query.")
     qk_rope_head_dim: int = Field(
@@ -81,14 +81,14 @@ class CompressedAttentionSpec(Section):
         default=None,
         min_length=1,
         description="Tokens of each document that is packed in a sequence; their sum is seq_length. Row r of a "
-        "micro-batch begins with the r-th of them, and after the last one comes the first. Queries see only their "
-        "document; windows begin again in each, and what does not fill its last one makes no entry. Labels are not "
+        "micro-batch begins with the r-th document, and the order is cyclic. Queries see only their document. Each "
+        "document has its own windows; an incomplete last window makes no entry. Labels are not "
         "cut.",
     )
     o_groups: int = Field(
         ge=1,
         le=2**16,
-        description="Groups of heads whose outputs are compressed by a product each; divides num_heads, and by tp.",
+        description="Groups of heads, whose outputs one product each compresses; divides num_heads, and by tp.",
     )
     o_lora_rank: int = Field(ge=1, le=2**20, description="Size of a group's compressed output.")
     index_n_heads: int = Field(default=64, ge=1, le=2**16, description="Number of heads of an indexer.")
@@ -98,7 +98,7 @@ class CompressedAttentionSpec(Section):
     )
 
     def type_of(self, block: int) -> AttentionType:
-        """The attention of the block of that number."""
+        """The attention of a block."""
         return self.layer_types[block % len(self.layer_types)]
 
     def rate_of(self, kind: AttentionType) -> int | None:

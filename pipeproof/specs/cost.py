@@ -27,9 +27,9 @@ DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "gb200", "b300", "g
 """An accelerator; ``pipeproof.cost.devices`` has the figures of its data sheet."""
 
 MatmulDtype = Literal["float8", "float8_block", "float4"]
-"""A type narrower than that of weights and activations, for matrix products only.
+"""A narrower type than weights and activations have, for matrix products only.
 
-``float8`` has a scale for each tensor, or those of MXFP8, which tensor cores apply as fast; ``float8_block`` one for
+``float8`` has a scale for each tensor, or as MXFP8, which tensor cores apply as fast; ``float8_block`` one for
 each block, as DeepSeek-V3; ``float4`` one for each block of 16, as NVFP4."""
 
 NO_MATMUL: Mapping[MatmulDtype, frozenset[DeviceName]] = MappingProxyType(
@@ -52,7 +52,7 @@ _MOST_IN_BUCKET = 10**12
 
 
 def _bucket_size(value: object) -> object:
-    """Refuse what is neither kind of value with one message; pydantic has one for each kind."""
+    """Refuse other values with one message; pydantic has one for each type of a union."""
     if value in _BUCKETS or (type(value) is int and 1 <= value <= _MOST_IN_BUCKET):
         return value
     raise PydanticCustomError("bucket_size", f"must be an integer from 1 to {_MOST_IN_BUCKET}, {listed(_BUCKETS)}")
@@ -76,8 +76,8 @@ CostSource = Literal["placeholder", "given", "profile", "analytic"]
 class AnalyticSpec(Section):
     """Times computed from the data sheet of a device. A plain string such as ``h200`` is the device's name.
 
-    Efficiencies are the reached share of a data sheet's figure, for all sizes
-    alike. Without them the measured curves of the device count.
+    An efficiency is the reached share of a data sheet's figure, the same for all
+    sizes. Without efficiencies, the measured curves of the device are used.
     """
 
     device: DeviceName = Field(description="The accelerator of every rank.")
@@ -88,7 +88,7 @@ class AnalyticSpec(Section):
     )
     matmul_dtype: MatmulDtype | None = Field(
         default=None,
-        description="Type of the products of blocks with their weights, except those of routers; without it, `dtype`. "
+        description="Type of the products of blocks with their weights, except in routers; without it, `dtype`. "
         "Tensors are read, written and sent in `dtype`.",
     )
     attention: Literal["flash", "unfused"] = Field(
@@ -100,8 +100,8 @@ class AnalyticSpec(Section):
         default=None,
         ge=1,
         le=2**16,
-        description="Number of consecutive global ranks that fast links connect; without it, that of the device's "
-        "usual node.",
+        description="Number of consecutive global ranks that fast links connect; without it, as in the device's usual "
+        "node.",
     )
     matmul_efficiency: float | None = Field(
         default=None,
@@ -114,13 +114,13 @@ class AnalyticSpec(Section):
         default=None,
         gt=0,
         le=1,
-        description="Share of peak of attention. Without it, that of the device's table; 0.5 for a device without one.",
+        description="Share of peak of attention. Without it, as in the device's table; 0.5 without a table.",
     )
     memory_efficiency: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of memory bandwidth. Without it, that of the device's table; 0.8 for a device without one.",
+        description="Share of memory bandwidth. Without it, as in the device's table; 0.8 without a table.",
     )
     link_efficiency: float | None = Field(
         default=None,
@@ -130,12 +130,12 @@ class AnalyticSpec(Section):
         "collectives inside a node, and 0.75 elsewhere.",
     )
     table: CostTable | None = Field(
-        default=None, description="Measured curves of your device in place of those that are known of `device`."
+        default=None, description="Measured curves of your device, in place of the built-in curves of `device`."
     )
     execution: Execution = Field(
         default="eager",
         description="How the host starts operations: eager, one by one; compiled, each stage as one compiled graph; "
-        "graph, all by one replay. A phase takes the time of the host or that of the device, the longer one.",
+        "graph, all by one replay. A phase takes the time of the host or of the device, whichever is longer.",
     )
     replayed: Annotated[tuple[Literal["attention", "router"], ...], FROM_LIST] = Field(
         default=(),
@@ -148,8 +148,8 @@ class AnalyticSpec(Section):
         default=None,
         ge=0,
         le=10**6,
-        description="Time that the host takes to start one operation. Without it, that of the device's table; 0 for a "
-        "device without one.",
+        description="Time that the host takes to start one operation. Without it, as in the device's table; 0 without "
+        "a table.",
     )
     collective_us: float | None = Field(
         default=None,
@@ -169,7 +169,7 @@ class AnalyticSpec(Section):
         ge=0,
         le=10**9,
         description="Time of a step outside of its pipeline, such as data, logging and norms of gradients; added to "
-        "that of the optimizer.",
+        "the optimizer's time.",
     )
     input_us: float = Field(
         default=0,
@@ -188,8 +188,8 @@ class AnalyticSpec(Section):
     )
     exchange: Literal["direct", "by_node"] = Field(
         default="direct",
-        description="All-to-alls of experts: direct, a token goes once to each of its experts; by_node, once to each "
-        "rank and over the network once to each node that has some of them, as in DeepEP.",
+        description="All-to-alls of experts: direct, a token is sent once to each of its experts; by_node, once to "
+        "each rank, and over the network once to each node with some of its experts, as in DeepEP.",
     )
     fused_experts: bool = Field(
         default=False,
@@ -198,9 +198,9 @@ class AnalyticSpec(Section):
     )
     expert_biases: bool = Field(
         default=False,
-        description="Whether the outputs of experts get biases, which experts of a plan lack, by operations of their "
-        "own, as in Megatron-LM with grouped experts: products with the routing weights, additions and a "
-        "concatenation.",
+        description="Whether biases (which experts of a plan do not have) are added to the outputs of experts by "
+        "separate operations, as in Megatron-LM with grouped experts: products with the routing weights, additions and "
+        "a concatenation.",
     )
     fused_rotary: bool = Field(
         default=True,
@@ -209,8 +209,8 @@ class AnalyticSpec(Section):
     )
     fused_residual: bool = Field(
         default=False,
-        description="Whether the bias and the dropout behind attention and an MLP are part of the addition of the "
-        "residual, in forward: Megatron-LM's fusion of bias and dropout, its default.",
+        description="Whether the addition of the residual includes the bias and the dropout after attention and MLP, "
+        "in forward: Megatron-LM's fusion of bias and dropout, its default.",
     )
     fused_softmax: bool = Field(
         default=False,
@@ -223,7 +223,9 @@ class AnalyticSpec(Section):
     node_step_us: float = Field(
         default=1, ge=0, le=10**6, description="Latency of a step of a ring, or of a message, inside a node."
     )
-    network_step_us: float = Field(default=5, ge=0, le=10**6, description="The same between nodes.")
+    network_step_us: float = Field(
+        default=5, ge=0, le=10**6, description="Latency of a step of a ring, or of a message, between nodes."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -244,8 +246,8 @@ class LinkSpec(Section):
     bandwidth: float = Field(
         gt=0,
         le=10**6,
-        description="Reached bandwidth in one direction, in GB/s (10^9 bytes); both directions have it at the same "
-        "time.",
+        description="Reached bandwidth in one direction, in GB/s (10^9 bytes); both directions reach it "
+        "simultaneously.",
     )
     latency_us: Time = Field(
         default=Fraction(0),
@@ -347,21 +349,21 @@ class CostSpec(Section):
         gt=0,
         le=10**6,
         description="Reached bandwidth of copies between the memory of a device and its host (OFFLOAD, RELOAD), in "
-        "each direction, in GB/s (10^9 bytes). Without it, that of the device of `analytic`; else copies take no time.",
+        "each direction, in GB/s (10^9 bytes). Without it, from the device of `analytic`; else copies take no time.",
     )
 
     bucket_size: BucketSize | None = Field(
         default=None,
-        description="Sums of gradients, and gathers of weights of a sharded optimizer, go by buckets of at least as "
-        "many elements, each a single collective: megatron, Megatron-LM's default, 40000000 or 1000000 for each rank "
-        "of dp, cp and ep, the larger one; stage, all of a stage. Without it, each weight goes by itself. The first "
-        "stage alone has several buckets, as in Megatron-LM; with `schedule.reduce_gradients: when_ready` their sums "
-        "overlap with its last backward.",
+        description="Sums of gradients, and gathers of weights of a sharded optimizer, go by buckets of at least this "
+        "number of elements, one collective each: megatron, Megatron-LM's default, the larger of 40000000 and 1000000 "
+        "for each rank of dp, cp and ep; stage, one bucket per stage. Without it, one collective per weight. As in "
+        "Megatron-LM, only the first stage has several buckets; with `schedule.reduce_gradients: when_ready` their "
+        "sums overlap with its last backward.",
     )
     gather_weights: Literal["at_end", "first_forward"] = Field(
         default="at_end",
         description="When the weights of a sharded optimizer are gathered: at_end, after its step; first_forward, "
-        "during the first forward of the next step, of which only the rest that is not hidden counts "
+        "during the first forward of the next step: only the time that is not hidden counts "
         "(`--overlap-param-gather` of Megatron-LM). Needs `bucket_size`.",
     )
     analytic: AnalyticSpec | None = Field(
@@ -384,7 +386,7 @@ class CostSpec(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused_times(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out times that ``analytic``, ``profile`` or ``network`` replace: a dump with both would not load."""
+        """Omit times that ``analytic``, ``profile`` or ``network`` replace: a dump with both would not load."""
         dumped: dict[str, Any] = dump(self)
         is_given = self.analytic is None and self.profile is None
         if is_given and self.network is not None:
@@ -393,7 +395,7 @@ class CostSpec(Section):
 
     @property
     def source(self) -> CostSource:
-        """Origin of the times of computations, without those of custom layers."""
+        """Origin of the times of computations, except custom layers' own times."""
         return cost_source(self.given)
 
     @property
@@ -469,7 +471,7 @@ def cost_source(cost_keys: Collection[str]) -> CostSource:
 def placeholder_note(cost_keys: Collection[str] = (), **defaults: str) -> str:
     """Return a sentence about the times that the keys of a section ``cost`` leave out; empty if there are none.
 
-    ``defaults`` are ``forward`` and ``backward`` times with their units, where they are not those of a plan.
+    ``defaults`` are ``forward`` and ``backward`` times with their units, where they are not a plan's.
     """
     times = _placeholders(cost_keys, **defaults)
     return f"times are placeholders ({', '.join(times)} per stage): proportions only" if times else ""
@@ -480,7 +482,7 @@ def _at(times: StageTimes, stage: int) -> Fraction:
 
 
 def _problems(cost: CostSpec) -> list[Problem]:
-    """The backward time is given whole, or as both of its parts (PP104), and no time twice (PP106)."""
+    """The backward time is whole or in two parts (PP104), and no time is given twice (PP106)."""
     if cost.analytic is not None or cost.profile is not None:
         source, verb = ("analytic", "computes") if cost.analytic is not None else ("profile", "measured")
         return [

@@ -1,7 +1,7 @@
 """Measured times of one device: curves of products, attention and collectives, shares of bandwidth, host time.
 
-A plan has such a table as ``cost.analytic.table``.
-``pipeproof.cost.device_tables`` has those of known devices.
+A plan has such a table as ``cost.analytic.table``. ``pipeproof.cost.device_tables``
+has the tables of known devices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ProductCurve(Section):
     start_us: Annotated[float, Field(ge=0, le=10**6)] = Field(description="Time of the smallest product.")
     gradient_slowdown: Annotated[float, Field(ge=0, le=4)] = Field(
         default=0.0,
-        description="Share by which products for gradients take longer than others of their shape: in eight bits "
-        "Hopper adds them up without its fast accumulation.",
+        description="Share by which products for gradients take longer than other products of the same shape: in eight "
+        "bits Hopper adds them up without its fast accumulation.",
     )
 
 
@@ -48,8 +48,8 @@ class CollectiveCurve(Section):
     num_ranks: int = Field(ge=2, le=2**16, description="Members of the group.")
     latency_us: Annotated[float, Field(ge=0, le=10**6)] = Field(description="Time of the smallest one.")
     ramp_us: Annotated[float, Field(ge=0, le=10**6)] = Field(description="Further time of large ones.")
-    ramp_bytes: Annotated[float, Field(gt=0, le=10**12)] = Field(description="Bytes at which half of it has come.")
-    bandwidth: Annotated[float, Field(gt=0, le=10**6)] = Field(description="Bandwidth that large ones near, in GB/s.")
+    ramp_bytes: Annotated[float, Field(gt=0, le=10**12)] = Field(description="Bytes at half of `ramp_us`.")
+    bandwidth: Annotated[float, Field(gt=0, le=10**6)] = Field(description="Bandwidth of large ones, in GB/s.")
 
 
 class AttentionCurve(Section):
@@ -57,7 +57,7 @@ class AttentionCurve(Section):
 
     forward: _Share = Field(description="Share of peak of the forward of long sequences.")
     backward: _Share = Field(description="Share of peak of the backward of long sequences.")
-    spare_keys: _Size = Field(description="Number of keys at which both shares are half of that.")
+    spare_keys: _Size = Field(description="Number of keys at which both shares are halved.")
 
 
 class CostTable(Section):
@@ -71,7 +71,7 @@ class CostTable(Section):
         description="Time that the host takes to start one operation in eager execution."
     )
     elementwise_us: Annotated[float, Field(ge=0, le=10**6)] = Field(
-        default=0.0, description="Time of the smallest operation that is no product, to the start of the next one."
+        default=0.0, description="Time of the smallest operation other than a product, until the next one starts."
     )
     collectives: Annotated[tuple[CollectiveCurve, ...], FROM_LIST] = Field(
         default=(), description="Curves of collectives inside a node.", json_schema_extra={"default": []}

@@ -101,8 +101,8 @@ class CustomLayerSpec(Section):
     )
     forward_us: Time | None = Field(
         default=None,
-        description="Time of its forward. Where `cost` has no times of computations, those of a stage are the sums "
-        "over its layers. All layers have the same times.",
+        description="Time of its forward. If `cost` has no times of computations, a stage takes the sum over its "
+        "layers. All layers have the same time keys.",
     )
     backward_us: Time | None = Field(default=None, description="Time of its backward.")
     backward_input_us: Time | None = Field(default=None, description="The backward's input-gradient part.")
@@ -150,5 +150,5 @@ class CustomModelSpec(Section):
 
     @property
     def seq_length(self) -> int:
-        """The length in which work items are counted: 1, because custom layers may have no dim of the sequence."""
+        """Length of a work item: 1, because custom layers may have no sequence dim."""
         return 1

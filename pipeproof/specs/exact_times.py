@@ -19,7 +19,7 @@ GRID_US = Fraction(1, 1000)
 """Times that come from a formula or a measurement are multiples of a nanosecond."""
 
 MAX_DENOMINATOR = 10**12
-"""Finest resolution of a time, so that sums stay small exact fractions."""
+"""Finest resolution of a time: sums stay small exact fractions."""
 
 TIME_KEYS = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
 """Keys of the times of computations, in ``cost`` and of custom layers."""
@@ -118,7 +118,7 @@ def _to_json(value: StageTimes) -> Any:
 
 
 def fraction_to_json(value: Fraction) -> int | str:
-    """Return an integer if the value is one, else ``a/b``; both load to the same value again."""
+    """Return an integer, or a text ``a/b``; both load to the same value again."""
     return value.numerator if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
 
 
@@ -144,7 +144,7 @@ TimeByStage = Annotated[
     _SERIALIZER,
     WithJsonSchema(_stage_schema(positive=False)),
 ]
-"""A time >= 0, or a list of those by global stage."""
+"""A time >= 0, or a list of such times by global stage."""
 
 PositiveTimeByStage = Annotated[
     StageTimes,
@@ -152,7 +152,7 @@ PositiveTimeByStage = Annotated[
     _SERIALIZER,
     WithJsonSchema(_stage_schema(positive=True)),
 ]
-"""A time > 0, or a list of those by global stage."""
+"""A time > 0, or a list of such times by global stage."""
 
 
 def _validate_share(value: object, info: ValidationInfo) -> Fraction | None:

@@ -264,7 +264,7 @@ def _family(section: type[BaseModel]) -> KeyPath:
 
 
 def _field_of(path: KeyPath) -> Any:
-    """The pydantic field at a path of keys, list indices left out; None where there is none."""
+    """The pydantic field at a path of keys, list indices left out; None if there is none."""
     model: type[BaseModel] = PlanSpec
     field, choice = None, tuple[type[BaseModel], ...]()
     for part in _without_indices(path):
@@ -279,7 +279,7 @@ def _field_of(path: KeyPath) -> Any:
 
 
 def _annotation(path: KeyPath) -> Any:
-    """The type of a value at ``path``; of an item, where the path ends in an index."""
+    """The type of a value at ``path``; of an item, if the path ends in an index."""
     field = _field_of(path)
     annotation = field.annotation if field is not None else None
     return get_args(annotation)[0] if isinstance(path[-1], int) else annotation
@@ -309,7 +309,7 @@ class LoadedPlan:
 def load_plan(path: str | os.PathLike[str], settings: Mapping[KeyPath, object] = _NO_SETTINGS) -> LoadedPlan:
     """Read and validate a plan file (YAML or JSON).
 
-    ``settings`` are values by key, which win over those of the file.
+    ``settings`` are values by key, which replace the file's.
 
     Raises:
         PlanFileError: all findings in the order of the file, PP100 to PP109.
@@ -330,7 +330,7 @@ def load_plan(path: str | os.PathLike[str], settings: Mapping[KeyPath, object] =
 
 
 def with_settings(data: object, settings: Mapping[KeyPath, object]) -> tuple[object, list[Problem]]:
-    """Return a plan's data with values in place of those of the file, and a problem for each that has no place."""
+    """Return a plan's data with its settings, and a problem for each setting whose parent is not a mapping."""
     problems = []
     for path, value in settings.items():
         data, blocked = _with_setting(data, path, value, 0)
@@ -351,7 +351,7 @@ def _with_setting(data: object, path: KeyPath, value: object, depth: int) -> tup
 
 
 def _given_finding(problem: Problem, source: SourceMap | None, settings: Mapping[KeyPath, object]) -> Finding:
-    """A finding at its place in the file, or without one if its value is a setting, which its message then names."""
+    """A finding with its location in the file; for a setting, without a location, but named in the message."""
     set_path = next((path for path in settings if problem.path[: len(path)] == path), None)
     finding = _finding(problem, source)
     if set_path is None:
@@ -362,7 +362,7 @@ def _given_finding(problem: Problem, source: SourceMap | None, settings: Mapping
 def plan_from_dict(
     data: Mapping[str, object], settings: Mapping[KeyPath, object] = _NO_SETTINGS, *, source: SourceMap | None = None
 ) -> LoadedPlan:
-    """Validate a plan made in Python; its keys and values are those of the file.
+    """Validate a plan made in Python, with the keys and values of a file.
 
     ``settings`` are as for ``load_plan``; ``source`` gives locations, for a plan that was made from other files.
 

@@ -33,13 +33,13 @@ class MemorySpec(Section):
     )
     dtype: MemoryDtype | None = Field(
         default=None,
-        description="Type of weights and activations for these figures; without it, that of `cost.analytic`, or "
+        description="Type of weights and activations for these figures; without it, as in `cost.analytic`, or "
         "`run.dtype`.",
     )
     attention: Literal["flash", "unfused"] | None = Field(
         default=None,
-        description="Activations that attention keeps: those of flash attention, or its probabilities; without it, "
-        "those of `cost.analytic`, or flash.",
+        description="Implementation of attention, which decides the activations it keeps: flash, or unfused, which "
+        "keeps the probabilities; without it, as in `cost.analytic`, or flash.",
     )
     gradient_dtype: MemoryDtype | None = Field(
         default=None,
@@ -50,9 +50,9 @@ class MemorySpec(Section):
         default=None,
         ge=0,
         le=1024,
-        description="Bytes of optimizer state per parameter, a float32 copy of 16-bit weights included. Without it, "
-        "those of `run.optimizer`: adamw keeps two moments in float32 (float64 for float64 weights) and the copy, sgd "
-        "the copy alone.",
+        description="Bytes of optimizer state per parameter, a float32 copy of 16-bit weights included. Without it, as "
+        "`run.optimizer`: adamw keeps two moments in float32 (float64 for float64 weights) and the copy, sgd the copy "
+        "alone.",
     )
     shard_optimizer: Literal["none", "dp"] = Field(
         default="none",
@@ -61,13 +61,13 @@ class MemorySpec(Section):
     )
     optimizer_ranks: Literal["dp", "replicas"] = Field(
         default="dp",
-        description="With `shard_optimizer: dp`, the ranks that share the state of a weight: dp, those of dp, as in a "
-        "run; replicas, all that hold the weight, also those of cp, and of ep outside of experts, as in Megatron-LM's "
-        "distributed optimizer. Memory and times follow it, a run does not.",
+        description="With `shard_optimizer: dp`, the ranks that share the state of a weight: dp, the dp ranks, as in a "
+        "run; replicas, all ranks that hold the weight, also along cp, and along ep outside of experts, as in "
+        "Megatron-LM's distributed optimizer. Memory and times follow it, a run does not.",
     )
     recompute: Recompute = Field(
         default="none",
-        description="Activations that the backward computes again: selective, those of `recompute_modules`; full, "
+        description="Activations that the backward computes again: selective, in `recompute_modules`; full, "
         "each transformer block from its input, with the collectives of its forward. `cost.analytic` counts the time; "
         "given times are used unchanged.",
     )
@@ -76,7 +76,7 @@ class MemorySpec(Section):
         min_length=1,
         description="Modules of a block that `recompute: selective` computes again, with the collectives of their "
         "forward: core_attn, the core of attention; mlp, an MLP without experts; moe, a router with its experts; "
-        "shared_experts; and, of which only the output is not kept, layernorm, the norms before attention and before "
+        "shared_experts. The others drop only their output: layernorm, the norms before attention and before "
         "the MLP; mla_up_proj, the products from compressed vectors and rotary positions; moe_act, the activation of "
         "experts. A run follows the first four.",
         json_schema_extra={"default": ["core_attn"]},
@@ -91,9 +91,9 @@ class MemorySpec(Section):
     )
     product_inputs: Literal["dtype", "matmul_dtype", "float8", "float8_block", "float4"] = Field(
         default="dtype",
-        description="Type in which products of blocks keep their inputs until W, except those of routers: dtype, that "
-        "of activations; matmul_dtype, that of `cost.analytic.matmul_dtype`, or one of those types, with its "
-        "scales, as Transformer Engine does. Flash attention then also keeps its output in `dtype` until I. A run does "
+        description="Type in which products of blocks, except in routers, keep their inputs until W: dtype, the type "
+        "of activations; matmul_dtype, the type in `cost.analytic`, or a narrow type by name; with its scales, as "
+        "Transformer Engine does. Flash attention then also keeps its output in `dtype` until I. A run does "
         "not follow it.",
     )
     sequence_parallel_activations: Literal["keep", "regather"] = Field(

@@ -15,7 +15,7 @@ from pipeproof.specs.section import Section, divisors, multiples, refuse, shorth
 
 
 class HashTablesSpec(Section):
-    """Tables of experts by token id that a file has, such as those of released weights."""
+    """Tables of experts by token id in a file, such as a file of released weights."""
 
     path: str = Field(
         min_length=1,
@@ -24,7 +24,7 @@ class HashTablesSpec(Section):
     )
     sha256: str = Field(
         pattern="^[0-9a-f]{64}$",
-        description="SHA-256 of the tables in the order of the blocks, as int64; the message for a wrong one has it.",
+        description="SHA-256 of the tables in the order of the blocks, as int64; an error message shows the right one.",
     )
 
 
@@ -73,14 +73,14 @@ class MoeSpec(Section):
     combine: Literal["choice", "expert"] = Field(
         default="choice",
         description="Order in which the outputs of a token's experts are added, and their gradients. `choice`: best "
-        "first, on PyTorch in one kernel with an order of its own. `expert`: one after another by the experts' "
-        "numbers, as programs do that sort rows by expert; those of 16 bits are added in float32.",
+        "first, on PyTorch in one kernel with an order of its own. `expert`: in the order of the experts' numbers, as "
+        "programs that sort rows by expert; 16-bit outputs are added in float32.",
     )
     router_dtype: Literal["float32", "float64"] | None = Field(
         default=None,
         description="Type of the router's product, its gradients, the scores and weights, and experts' outputs times "
-        "weights, if it is wider than that of the run. Gradients, and the sums of outputs, are rounded to the usual "
-        "types. Megatron-LM's `--moe-router-dtype`.",
+        "weights, if wider than the run's type. Gradients, and the sums of outputs, are rounded to the usual types. "
+        "Megatron-LM's `--moe-router-dtype`.",
     )
     aux_loss: float = Field(
         default=0.0,
@@ -105,10 +105,10 @@ class MoeSpec(Section):
     )
     dispatcher: Literal["all_to_all", "all_gather"] = Field(
         default="all_to_all",
-        description="How tokens come to the experts of other EP ranks, and results back. `all_to_all`: each token goes "
-        "to the ranks of its experts, once for each expert. `all_gather`: every rank gets the tokens and router "
-        "outputs of all ranks, and the ranks' results are added by a reduce-scatter. That moves less if a token has "
-        "more experts than there are ranks, and no rank has to know how many tokens come.",
+        description="How tokens come to the experts of other EP ranks, and results back. `all_to_all`: each token is "
+        "sent to the ranks of its experts, once for each expert. `all_gather`: every rank gets the tokens and router "
+        "outputs of all ranks, and a reduce-scatter adds the ranks' results. This moves fewer bytes if a token has "
+        "more experts than there are ranks, and no rank needs the number of tokens in advance.",
     )
     nodes_per_token: int | None = Field(
         default=None,
@@ -150,29 +150,29 @@ class MtpSpec(Section):
     """Multi-token prediction (arXiv:2412.19437, section 2.2).
 
     Module j joins the hidden states before it with the embedding of the token
-    j + 1 positions ahead, and predicts the token after that one. The head is
-    that of the main model.
+    j + 1 positions ahead, and predicts the token after that one. The modules
+    share the head of the main model.
     """
 
     num_modules: int = Field(ge=1, le=64, description="Number of modules, one after the other.")
     loss_weight: float = Field(default=0.3, gt=0, le=1e6, description="Factor of the mean of the modules' losses.")
     magic_send: bool = Field(
         default=False,
-        description="Paddle's own name. True: a stage with a module has a copy of the embedding, so that only hidden "
+        description="Paddle's own name. True: a stage with a module has a copy of the embedding, and only hidden "
         "states cross between stages. False: the first stage embeds for all, and the tensor between stages is "
         "(num_modules + 1) times as large.",
     )
     embedding: Literal["shared", "own"] = Field(
         default="shared",
-        description="The embedding of a module: that of the main model, or a weight of its own, with which the module "
+        description="The embedding of a module: shared with the main model, or its own weight, with which the module "
         "looks up its tokens itself.",
     )
     reads: Literal["before_norm", "after_norm", "streams"] = Field(
         default="before_norm",
-        description="What the first module reads: the hidden states before the last norm, which then also norms the "
-        "outputs of modules; or, as in Megatron-LM and PaddleFleet, those after it, and each module ends with a norm "
-        "of its own, which the next module and the head read; or, as in the released DeepSeek-V4, all streams of "
-        "model.hyper_connections, and the module ends with a contraction and a norm of its own.",
+        description="Input of the first module. before_norm: the hidden states before the last norm, which then also "
+        "norms the outputs of modules. after_norm, as in Megatron-LM and PaddleFleet: the hidden states after the last "
+        "norm; each module ends with a norm of its own, which the next module and the head read. streams, as in the "
+        "released DeepSeek-V4: all streams of model.hyper_connections; the module ends with a contraction and a norm.",
     )
 
     @property
@@ -247,8 +247,8 @@ class HyperConnectionsSpec(Section):
     )
     transposed: bool = Field(
         default=False,
-        description="Whether the transpose of the mixing matrix mixes the streams, as in DeepSeek-V4: the sum is over "
-        "its first index.",
+        description="Whether the transpose of the mixing matrix mixes the streams, as in DeepSeek-V4 (a sum over the "
+        "first index).",
     )
     contraction: Literal["sum", "learned"] = Field(
         default="sum",
@@ -432,7 +432,7 @@ class ModelSpec(Section):
 
     @property
     def num_blocks_of_each_kind(self) -> int:
-        """The number of first blocks among which each kind of attention, and of MLP or experts, is."""
+        """Number of first blocks that include every kind of attention, and of MLP or experts."""
         if self.mtp is not None and self.compressed_attention is not None:  # a module has the last block's attention
             return self.num_layers
         numbers = range(self.num_layers)
@@ -451,8 +451,8 @@ PART_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
 def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The keys of a model as JSON values, for digests and saved states.
 
-    Keys that came later than others are left out at their default, so that a plan without them keeps its digest, and
-    states of it can be resumed.
+    Keys of later releases are left out at their default: a plan without them keeps its digest, and its states can be
+    resumed.
     """
     content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
     later: tuple[tuple[dict[str, Any] | None, type[Section], Sequence[str]], ...] = (

@@ -54,7 +54,7 @@ def _sizes_that_divide(model: ModelSpec, path: KeyPath, size: int, tp: int) -> s
 
 
 def check_expert_parallel(plan: PlanSections) -> list[Problem]:
-    """PP108: experts divide over the EP or TP ranks, and so do the tokens sent to them if loads are equal.
+    """PP108: experts, and the tokens sent to them at equal loads, divide over the EP or TP ranks.
 
     PP106: keys of an all-to-all are not given for another dispatcher; experts are distributed over one axis.
     """
@@ -98,7 +98,7 @@ def check_expert_parallel(plan: PlanSections) -> list[Problem]:
 
 
 def _check_dispatcher(moe: MoeSpec) -> list[Problem]:
-    """An all-gather takes every token to every rank, once and as it is."""
+    """An all-gather sends every token to every rank, once and unchanged."""
     if moe.dispatcher == "all_to_all":
         return []
     return [
@@ -135,7 +135,7 @@ def check_mtp(plan: PlanSections) -> list[Problem]:
         problems.append(Problem("PP106", ("model", "mtp"), message, help=fix, at_key=True))
     streams = plan.gpt.hyper_connections
     if mtp.reads == "streams" and (mtp.num_modules > 1 or streams is None or streams.contraction == "sum"):
-        message = "model.mtp.reads is streams, which one module reads, those of a learned contraction "
+        message = "model.mtp.reads is streams, which needs one module and a learned contraction "
         message += "(`model.hyper_connections`)"
         problems.append(Problem("PP106", ("model", "mtp", "reads"), message, help="set it to after_norm"))
     if mtp.magic_send and mtp.embedding == "own":
@@ -154,7 +154,7 @@ def check_mtp(plan: PlanSections) -> list[Problem]:
 
 
 def check_compressed_attention(plan: PlanSections) -> list[Problem]:
-    """PP106: no rank, and no split, has a part of a sequence; PP108: the shortest sequence makes an entry."""
+    """PP106: every rank and split has whole sequences; PP108: the shortest sequence makes an entry."""
     spec, topology = plan.gpt.compressed_attention, plan.topology
     if spec is None:
         return []
@@ -274,7 +274,7 @@ def _check_edges(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem
             if name not in order:
                 near = nearest_name(name, order)
                 fix = f"did you mean `{near}`?" if near else "name layers of model.layers that are in a stage"
-                yield Problem("PP106", at, f"`{edge.name}` names `{name}`, which is no layer of a stage", help=fix)
+                yield Problem("PP106", at, f"`{edge.name}` names `{name}`, which is not a layer of a stage", help=fix)
             elif at[2] == "consumers" and edge.producer in order and order[name] <= order[edge.producer]:
                 message = f"`{name}` uses `{edge.name}`, and does not come after `{edge.producer}`, which makes it"
                 yield Problem("PP106", at, message, help="name later layers than the producer")
@@ -329,7 +329,7 @@ def _check_out(layer: CustomLayerSpec, path: KeyPath, *, is_last: bool) -> Itera
         message = f"`{layer.name}` does not declare its output to the next layer"
         yield Problem("PP104", path, message, help="add `out: [{shape: [b, ...]}]`")
     elif not is_last and not any(out.has_gradient for out in layer.out):
-        message = f"no output of `{layer.name}` has a gradient, so that no layer before it would learn"
+        message = f"no output of `{layer.name}` has a gradient: no layer before it would learn"
         yield Problem("PP106", (*path, "out"), message, help="merge it with the layer after it")
     for position, out in enumerate(layer.out):
         yield from _check_gradient(out, (*path, "out", position))
@@ -382,7 +382,7 @@ def _refused_splits(plan: PlanSections, model: CustomModelSpec) -> list[_Refused
         (
             plan.loss.normalization != "mean_of_micro_batches",
             ("loss", "normalization") if "normalization" in plan.loss.model_fields_set else ("model", "kind"),
-            "the loss function of custom layers returns one number per micro-batch, so that each counts equally",
+            "the loss function of custom layers returns one number per micro-batch, and micro-batches count equally",
             "write `loss: {normalization: mean_of_micro_batches}`",
         ),
         (
@@ -396,7 +396,7 @@ def _refused_splits(plan: PlanSections, model: CustomModelSpec) -> list[_Refused
 
 
 def _refused_work(plan: PlanSections, model: CustomModelSpec) -> list[_Refused]:
-    """Keys of what a layer keeps and computes."""
+    """Keys of the activations and the computations of a layer."""
     memory = plan.memory
     unmeasured = next((layer.name for layer in model.layers if layer.activation_bytes is None), None)
     return [
@@ -415,7 +415,7 @@ def _refused_work(plan: PlanSections, model: CustomModelSpec) -> list[_Refused]:
         (
             memory.budget_gib is not None and unmeasured is not None,
             ("memory", "budget_gib"),
-            f"layer `{unmeasured}` has no `activation_bytes`, so that no budget can be checked",
+            f"layer `{unmeasured}` has no `activation_bytes`: the budget cannot be checked",
             "give each layer's `activation_bytes`, as `Pipeline.plan.save` does, or remove it",
         ),
         (

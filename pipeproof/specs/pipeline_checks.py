@@ -173,7 +173,7 @@ def with_micro_batches(data: object) -> object:
 
 
 def check_global_batch(plan: PlanSections) -> list[Problem]:
-    """PP108: the global batch divides over replicas and micro-batches; PP106: it is that of the micro-batches."""
+    """PP108: the global batch divides over replicas and micro-batches; PP106: it matches the micro-batches."""
     schedule, topology = plan.schedule, plan.topology
     batch, size, last = schedule.global_batch_size, schedule.micro_batch_size, schedule.last_micro_batch_size
     if batch is None:
@@ -191,7 +191,7 @@ def check_global_batch(plan: PlanSections) -> list[Problem]:
             f"{topology.ep} ranks have their own micro-batches of schedule.micro_batch_size {size}"
         )
         return [Problem("PP108", path, message, help=f"set it to {multiples(batch, unit)}")]
-    rest = "" if last is None else f", of which the last has {last},"
+    rest = "" if last is None else f" (the last has {last})"
     message = (
         f"schedule.global_batch_size is {batch}, and {schedule.num_micro_batches} micro-batches of {size}{rest} on "
         f"{replicas} dp and ep ranks have {made} sequences"
@@ -210,7 +210,7 @@ def check_placed_ranks(plan: PlanSections) -> list[Problem]:
 
 
 def check_lengths(plan: PlanSections) -> list[Problem]:
-    """PP109: lists have one entry per global stage, or per micro-batch."""
+    """PP109: lists have one entry per global stage or per micro-batch."""
     num, num_stages = plan.schedule.num_micro_batches, plan.num_stages
     by_stage, one_time = (num_stages, _stage_count(plan)), "one time for all stages"
     lists: dict[KeyPath, tuple[object, tuple[int, str], str]] = {
@@ -257,7 +257,7 @@ _KINDS_WITH_PAIRS = (*GENERATED_WITH_PAIRS, "file", "custom")
 
 
 def check_overlap(plan: PlanSections) -> list[Problem]:
-    """PP106: there are pairs, and all-to-alls in them to hide; their parts are known, and timed once."""
+    """PP106: an overlap needs pairs with all-to-alls to hide, known parts, and no second time of them."""
     schedule, path = plan.schedule, ("schedule", "overlap")
     if schedule.turns is None:
         return _unused_slowdown(plan, "`schedule.overlap` is none")

@@ -164,7 +164,7 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP105",
         title="wrong type",
         explanation=(
-            "The value has a different type from that of its key. Nothing is converted: a quoted number is a "
+            "The value has another type than its key needs. Nothing is converted: a quoted number is a "
             "string, 4.0 is not an integer, and by YAML 1.2 `yes` and `on` are strings (booleans are "
             "`true` and `false`)."
         ),
@@ -186,7 +186,7 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         title="comes in a later release",
         explanation=(
             "The key or value belongs to the plan format, but the feature behind it is not in this "
-            "release. It is refused rather than ignored, so that no plan is proved that would "
+            "release. It is refused rather than ignored: otherwise a plan would be proved that does "
             "not run as written."
         ),
         wrong="run: {backend: paddle, dtype: bfloat16}",

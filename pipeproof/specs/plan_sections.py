@@ -129,8 +129,8 @@ class TopologySpec(Section):
     experts_over_tp: bool = Field(
         default=False,
         description="Whether each TP rank has whole experts, a contiguous range, in place of a part of every expert "
-        "(no effect with tp 1). Each TP rank has all tokens of the block, so that none travel: it adds the results of "
-        "its experts, and the sum over TP ranks that ends the block adds the ranks'.",
+        "(no effect with tp 1). Each TP rank has all tokens of the block, and no tokens are sent: it adds the results "
+        "of its experts, and the sum over TP ranks that ends the block adds the ranks'.",
     )
     order: Annotated[tuple[AxisName, ...], FROM_LIST] = Field(
         default=("tp", "cp", "ep", "dp", "pp"),
@@ -213,7 +213,7 @@ class RunSpec(Section):
     main_grad_dtype: Literal["float32", "float64"] | None = Field(
         default=None,
         description="Type in which gradients of weights are accumulated and reduced, and of the main weights that the "
-        "optimizer updates; weights of `dtype` are rounded from those. Not narrower than `dtype`. Without it, `dtype`.",
+        "optimizer updates and from which weights of `dtype` are rounded. Not narrower than `dtype`. Default: `dtype`.",
     )
     steps: int = Field(default=2, ge=1, le=10**9, description="Number of optimizer steps.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights and tokens.")
@@ -229,7 +229,7 @@ class RunSpec(Section):
     replay: bool = Field(
         default=False,
         description="On GPUs, whether steps from the second on replay one CUDA graph of the whole step, communication "
-        "included, so that the host has no work in them.",
+        "included, without work of the host.",
     )
     deterministic: bool = Field(
         default=True,
@@ -309,7 +309,7 @@ class PlanSections(Section):
     )
     edges: Annotated[tuple[LayerEdgeSpec, ...], FROM_LIST] = Field(
         default=(),
-        description="Tensors of custom layers for other layers than the next one.",
+        description="Tensors that a custom layer passes to layers after the next one.",
     )
     buffers: BuffersSpec = Field(default_factory=BuffersSpec, description="Memory of messages.")
     cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")
@@ -321,7 +321,7 @@ class PlanSections(Section):
 
     @property
     def gpt(self) -> ModelSpec:
-        """The model, where only a GPT comes.
+        """The model of a plan that must have a GPT.
 
         Raises:
             TypeError: it is a sequence of custom layers.
@@ -332,7 +332,7 @@ class PlanSections(Section):
 
     @property
     def custom(self) -> CustomModelSpec:
-        """The model, where only custom layers come.
+        """The model of a plan that must have custom layers.
 
         Raises:
             TypeError: it is a GPT.
@@ -363,7 +363,7 @@ class PlanSections(Section):
 
     @property
     def turns(self) -> tuple[Side, ...] | None:
-        """The cycle of turns of overlapped pairs; None if pairs are whole in the graph, as those of custom layers."""
+        """The cycle of turns of overlapped pairs; None if pairs are whole in the graph, as for custom layers."""
         return None if self.is_custom else self.schedule.turns
 
     @property
@@ -381,7 +381,7 @@ class PlanSections(Section):
 
     @property
     def sequence_lengths(self) -> dict[KeyPath, int]:
-        """All sequence lengths of a GPT by their keys: that of the model, and those of micro-batches."""
+        """All sequence lengths of a GPT by key: the model's, and the micro-batches'."""
         lengths: dict[KeyPath, int] = {("model", "seq_length"): self.gpt.seq_length}
         for index, length in enumerate(self.schedule.seq_lengths or ()):
             lengths["schedule", "seq_lengths", index] = length

@@ -1,7 +1,7 @@
 """The file of measured times that ``pipeproof run PLAN --profile FILE`` writes and ``cost.profile`` reads.
 
-Times are microseconds of a monotonic clock, to which those of several hosts
-are corrected, as medians and quartiles over all ranks and counted steps.
+Times are microseconds of a monotonic clock, corrected for several hosts, as
+medians and quartiles over all ranks and counted steps.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Host(_Part):
 
     between_ops: Spread | None = Field(description="From the end of an operation to the start of the next on its rank.")
     after_wait: Spread | None = Field(
-        description="From the end of a transfer to that of the wait for it, which began before."
+        description="From the end of a transfer to the end of the wait for it, if the wait began before."
     )
 
 
@@ -246,9 +246,9 @@ OTHER_PLAN = RuleDoc(
     title="the profile was measured on another plan",
     explanation=(
         "The time of a stage depends on the model, on the layers of the stage, on the mesh axes that shard them, on "
-        "the size of a micro-batch, on the type of the elements and on the optimizer. All of these must equal those of "
-        "the measured run. Schedules, transports, the number of micro-batches and, if the stages are the same, the "
-        "number of pipeline ranks may differ: predicting those is the purpose of a profile."
+        "the size of a micro-batch, on the type of the elements and on the optimizer. All of these must equal the "
+        "measured run's. Schedules, transports, the number of micro-batches and, if the stages are the same, the "
+        "number of pipeline ranks may differ: predicting them is the purpose of a profile."
     ),
     wrong="cost: {profile: profiles/measured.json}\ntopology: {pp: 2, tp: 2}",
     right="cost: {profile: profiles/measured.json}\nschedule: {kind: gpipe, num_micro_batches: 8}",

@@ -68,8 +68,8 @@ def _check_replay(plan: PlanSections) -> list[Problem]:
 def _has_fused_experts(plan: PlanSections) -> bool:
     """True if all experts of a rank are one kernel that reads the numbers of tokens on the device.
 
-    The condition is that of ``pipeproof.stages.torch.functional``. For an all-to-all, the host must know how many
-    tokens come from other ranks.
+    The condition is the same as in ``pipeproof.stages.torch.functional``. For an all-to-all, the host must know how
+    many tokens come from other ranks.
     """
     moe, run, topology = plan.model.moe, plan.run, plan.topology
     assert moe is not None
@@ -123,7 +123,7 @@ def check_analytic(plan: PlanSections) -> list[Problem]:
 
 
 def check_activations(plan: PlanSections) -> list[Problem]:
-    """PP106: inputs of products have a type, and what is copied to host memory is in no slot."""
+    """PP106: inputs of products have a type, and offloaded tensors are not in receive slots."""
     analytic, problems = plan.cost.analytic, list[Problem]()
     if plan.memory.product_inputs == "matmul_dtype" and (analytic is None or analytic.matmul_dtype is None):
         message = "`memory.product_inputs` is matmul_dtype, without `cost.analytic.matmul_dtype`"
@@ -174,7 +174,7 @@ def _check_recomputed_modules(plan: PlanSections) -> list[Problem]:
 
 
 def check_buckets(plan: PlanSections) -> list[Problem]:
-    """PP106: buckets have times of links that nothing else uses; a gather during a forward goes by buckets."""
+    """PP106: buckets exclude measured profiles; a gather during a forward needs buckets."""
     cost, key = plan.cost, ("cost", "bucket_size")
     if cost.bucket_size is None:
         if cost.gather_weights == "at_end":

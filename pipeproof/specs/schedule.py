@@ -21,10 +21,10 @@ ScheduleName = Literal[
 """A kind of schedule; ``pipeproof.schedule.kinds`` describes each."""
 
 Side = Literal["F", "B", "W"]
-"""A side of an overlapped pair: its forward, its backward, or the weight gradients that the backward has deferred."""
+"""A part of an overlapped pair: forward, backward, or the weight gradients that the backward deferred."""
 
 PAIRS: tuple[Side, ...] = ("B", "W", "F")
-"""The cycle of turns of ``overlap: pairs``: that of DeepSeek's DualPipe and of Megatron-LM's combined 1F1B."""
+"""The cycle of turns of ``overlap: pairs``, as in DeepSeek's DualPipe and Megatron-LM's combined 1F1B."""
 
 _SIDES = get_args(Side)
 
@@ -130,15 +130,15 @@ class ScheduleSpec(Section):
 
     kind: ScheduleName = Field(
         description="The kind of schedule; `pipeproof schedule list` describes each. file: read from path; custom: "
-        "given by programs."
+        "the given programs."
     )
     variant: Literal["torch", "megatron", "fleet", "fleet_fthenb", "fleet_balanced"] | None = Field(
         default=None,
-        description="The tool whose order is used, where tools differ; without it, that of the backend.",
+        description="The tool whose order is used, where tools differ; without it, the backend's tool.",
     )
     framework: Literal["megatron", "torch", "paddle"] | None = Field(
         default=None,
-        description="The framework that trains: `tune` tries its schedules only. Without it, that of `variant`.",
+        description="The framework that trains: `tune` tries its schedules only. Without it, as for `variant`.",
     )
     path: str | None = Field(
         default=None,
@@ -197,17 +197,17 @@ class ScheduleSpec(Section):
     )
     reduce_gradients: Literal["at_end", "when_ready"] = Field(
         default="at_end",
-        description="When gradients are summed over ranks: at_end, after all computations; when_ready, those of a "
-        "stage after the last computation that adds to them, in parallel with later computations. Gradients of a stage "
-        "with copies are always summed at the end.",
+        description="When gradients are summed over ranks: at_end, after all computations; when_ready, as soon as the "
+        "last computation has added to the gradients of the stage, in parallel with later computations. Gradients of a "
+        "stage with copies are always summed at the end.",
     )
     overlap: Overlap = Field(
         default="none",
         description="How a forward and a backward that overlap share their rank: none, as two whole computations; "
-        "pairs, in turns up to each all-to-all of experts, which runs during the turn of the other one: dispatch of "
-        "the forward next to the backward of the experts, and so on; or a cycle of turns of one's own, such as "
-        "`{order: [B, W, F]}`, in which W are the weight gradients that B has deferred (without it, at the end). With "
-        "custom layers pairs alone: modules of `pipeproof.torch` declare their overlap points, which the graph "
+        "pairs, alternating at each all-to-all of experts, which runs while the other one computes: dispatch of "
+        "the forward next to the backward of the experts, and so on; or your own cycle, such as "
+        "`{order: [B, W, F]}`, where W are the weight gradients that B has deferred (without W, at the end). Custom "
+        "layers allow pairs only: modules of `pipeproof.torch` declare their overlap points, which the graph "
         "does not have.",
     )
     placement: StagePlacement | None = Field(
@@ -308,7 +308,7 @@ BAD_OPERATION = RuleDoc(
     title="not an operation of this format",
     explanation=(
         "Operations are read strictly: the full text must be one operation. PyTorch's own reader accepts `2F0xyz` as "
-        "`2F0`, so that a typing error becomes another schedule. Its CSV has compute operations (F, B, I, W and "
+        "`2F0`: a typing error becomes another schedule. Its CSV has compute operations (F, B, I, W and "
         "overlapped pairs), SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD and REDUCE_GRAD; our text form has more. "
         "Fleet's strings have f and b, as in `f0;b0;` or `f0_vp1;b0_vp1;`."
     ),
@@ -330,9 +330,9 @@ MISPLACED = RuleDoc(
     code="PP134",
     title="an operation is not on the rank that holds its stage",
     explanation=(
-        "A stage is on the rank that computes it, which alone has its weights. The rank that computes most of a stage "
-        "counts as its holder; an operation of that stage on another rank is misplaced, mostly because of a wrong "
-        "stage number."
+        "A stage is on the rank that computes it: no other rank has its weights. The rank that computes most of a "
+        "stage counts as its holder; an operation of that stage on another rank is misplaced, mostly because of a "
+        "wrong stage number."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 1, programs: [[0F0, 1B0], [1F0, 1B0]]}",
     right=_RIGHT,
@@ -349,7 +349,7 @@ WRONG_MICRO_BATCHES = RuleDoc(
     title="the schedule is for another number of micro-batches",
     explanation=(
         "`schedule.num_micro_batches` is the number of micro-batches of a step, and determines the global batch. The "
-        "programs must work on those, numbered from 0, and on no others. The same holds for the splits of "
+        "programs must work on exactly these, numbered from 0. The same holds for the splits of "
         "`schedule.num_sequence_splits`: if sequences are split, each operation names its split, as in 2F0.s1."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 2, programs: [[0F0, 0B0], [1F0, 1B0]]}",
@@ -370,8 +370,8 @@ NO_PEER = RuleDoc(
     code="PP138",
     title="a transfer has no peer",
     explanation=(
-        "A send goes to the rank that holds the next stage (of a gradient: the stage before), a receive comes from "
-        "there. No rank holds that stage, several do, or it is on the same rank, where nothing is transferred."
+        "A send goes to the rank that holds the next stage (for a gradient: the previous stage), and a receive comes "
+        "from there. Here no rank holds that stage, several do, or it is on the same rank, which needs no transfer."
     ),
     wrong="rank 0: 0F0 0SEND_B0\nrank 1: 1F0",
     right="rank 0: 0F0 0SEND_F0 WAIT(0SEND_F0)\nrank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0",
@@ -380,8 +380,8 @@ WRONG_STAGES = RuleDoc(
     code="PP139",
     title="the schedule is for other stages",
     explanation=(
-        "Stages are numbered from 0 without gaps. Their number is `topology.pp` x `schedule.num_chunks`, or that of "
-        "the stages in `schedule.placement`; if it lists them, each rank computes exactly those."
+        "Stages are numbered from 0 without gaps. Their number is `topology.pp` x `schedule.num_chunks`, or the number "
+        "of stages in `schedule.placement`; if it lists them, each rank computes exactly those."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 1, programs: [[0F0, 0B0], [2F0, 2B0]]}",
     right=_RIGHT,

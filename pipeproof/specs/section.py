@@ -21,7 +21,7 @@ class Section(BaseModel):
 
 
 def _tuple_of_list(value: object) -> object:
-    """Convert a list of a file to the tuple of a frozen spec; nothing else is converted."""
+    """Convert a list to the tuple of a frozen spec; other values stay."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -32,7 +32,7 @@ FROM_LIST = BeforeValidator(_tuple_of_list)
 def shorthand_schema(
     schema: CoreSchema, handler: GetJsonSchemaHandler, plain: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> JsonSchemaValue:
-    """Return the schema of a section, or of the plain value that is short for it; ``plain`` has that of the section."""
+    """Return the schema of a section or its plain short form; ``plain`` has the section's schema."""
     mapping = handler.resolve_ref_schema(handler(schema))
     return {
         "title": mapping.pop("title"),
@@ -55,7 +55,7 @@ def refuse(problems: list[Problem]) -> None:
 
 
 def sections_in(annotation: object) -> tuple[type[BaseModel], ...]:
-    """Return the sections that a key may hold: one, those of a union, or those of the items of a list."""
+    """Return the sections that a key may hold: one, the members of a union, or the items of a list."""
     if isinstance(annotation, type):
         return (annotation,) if issubclass(annotation, BaseModel) else ()
     origin = get_origin(annotation)

@@ -28,7 +28,7 @@ class TransportSpec(Section):
     connections: Literal["warm", "lazy", "per_pair"] = Field(
         default="warm",
         description="warm: connections are opened before the first step; lazy: at first use, which the deadlock "
-        "rules then consider (runs open them before in either case); per_pair: so, with a communicator for each pair "
+        "rules then consider (runs always open them before); per_pair: at first use, with a communicator for each pair "
         "of ranks, as PyTorch makes for unbatched transfers on NCCL.",
     )
     recv_order: RecvOrder = Field(
@@ -50,9 +50,9 @@ class TransportSpec(Section):
     )
     shape_exchange: Literal["none", "per_message"] = Field(
         default="none",
-        description="Messages that carry shapes: none, all ranks know the shapes; per_message, before each tensor an "
-        "int64 message with its shape, as with Megatron's `variable_seq_lengths`: a receive is posted when its shape "
-        "has come.",
+        description="Messages that carry shapes: none, all ranks know the shapes; per_message, an int64 message with "
+        "the shape before each tensor, as with Megatron's `variable_seq_lengths`: a receive is posted when its shape "
+        "has arrived.",
     )
 
     @model_validator(mode="before")
@@ -78,7 +78,7 @@ class TransportSpec(Section):
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
         if self.shape_exchange == "per_message" and self.recv_order != "just_in_time":
-            message = f"`recv_order: {self.recv_order}` posts receives before their shapes have come"
+            message = f"`recv_order: {self.recv_order}` posts receives before their shapes have arrived"
             fix = "remove recv_order, or shape_exchange"
             refuse([Problem("PP106", ("recv_order",), message, help=fix)])
         if self.messages == "packed":
@@ -102,7 +102,7 @@ def _check_packed(transport: TransportSpec) -> list[Problem]:
         if getattr(transport, direction) == "partial"
     ]
     if transport.shape_exchange == "per_message":
-        message = "`messages: packed` has fixed shapes, and `shape_exchange: per_message` exchanges those of tensors"
+        message = "`messages: packed` has fixed shapes, and `shape_exchange: per_message` exchanges shapes of tensors"
         problems.append(Problem("PP106", ("shape_exchange",), message, help=fix))
     return problems
 
@@ -133,7 +133,7 @@ class BoundarySpec(Section):
     )
     receiver_tp: str | None = Field(
         default=None,
-        description="Placement over the receiver's TP ranks; without it, that of the sender.",
+        description="Placement over the receiver's TP ranks; without it, the sender's.",
         json_schema_extra={"pattern": "^(invariant|replicated|sharded\\([a-z]\\))$"},
     )
     gradient: bool | None = Field(
@@ -151,7 +151,7 @@ SHARDED_DIM = re.compile(r"sharded\(([a-z])\)", re.ASCII)
 
 _UNSHARDED = ("invariant", "replicated")
 _MODEL_DIMS = "sbh"
-"""Dims whose sizes the model and the schedule give: sequence, micro-batch rows, hidden."""
+"""Dims with sizes from the model and the schedule: sequence, micro-batch rows, hidden."""
 
 
 def is_float(dtype: str) -> bool:

@@ -26,7 +26,7 @@ class Handle(Protocol):
     """A transfer in flight."""
 
     def wait(self) -> Array:
-        """Block until it is done; return the content of its array, or raise the error of the transfer."""
+        """Block until the transfer is done; return the content of its array, or raise its error."""
 
 
 class Endpoint(Protocol):
@@ -62,7 +62,7 @@ class Endpoint(Protocol):
 
 
 Body = Callable[[Endpoint], Any]
-"""Body of a probe on each rank: a module-level function, so that a process can import it by name."""
+"""Body of a probe on each rank: a module-level function, which a process can import by name."""
 
 
 @dataclass(frozen=True, slots=True)

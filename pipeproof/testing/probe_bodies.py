@@ -1,6 +1,6 @@
-"""Bodies of the probes on each rank: module-level functions, so that a process can import them by name.
+"""Bodies of the probes on each rank: module-level functions, which a process can import by name.
 
-Both ranks always have different values, so that no result is correct by
+Both ranks always have different values: no result is correct by
 symmetry. For rows about waits, one rank pauses, and the clock shows if the
 other got ahead: being ahead once proves that nothing blocked, so a slow machine
 cannot turn "waits" into "does not wait"; repeated attempts make the opposite

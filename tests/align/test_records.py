@@ -219,8 +219,8 @@ def test_the_command_on_logs_and_its_options(tmp_path):
     ("options", "fact"),
     [
         (("--rank-a", "1"), "give --rank-a and --rank-b, or neither"),
-        (("--order-a", "main,main"), "is no order of losses"),
-        (("--order-b", "aux"), "is no order of losses"),
+        (("--order-a", "main,main"), "is not an order of losses"),
+        (("--order-b", "aux"), "is not an order of losses"),
         (("--relative", "nan"), "nan is not a number"),
         (("--ulps", "-1"), "-1"),
         (("--micro-batches", "0"), "0"),

@@ -105,5 +105,5 @@ def test_what_is_no_checkpoint_is_bad_input(tmp_path):
     (tmp_path / "plan.yaml").write_text("pipeproof: 1")
     plan = tmp_path / "plan.yaml"
     for output in (said(plan, status=2), compared(tmp_path, plan, status=2)):
-        assert "plan.yaml is no checkpoint" in output
+        assert "plan.yaml is not a checkpoint" in output
     assert "the path is empty" in said("", status=2)
