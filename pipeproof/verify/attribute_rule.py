@@ -23,12 +23,12 @@ from pipeproof.verify.subject import Rule, Subject
 # ``TABLE`` is the one list of these meanings:
 #
 # - ``queue`` is on every row: each row is an entry of some queue.
-# - ``batch`` joins operations into one call. A WAIT or a FREE is no part of a
+# - ``batch`` joins operations into one call. A WAIT or a FREE is not part of a
 #   call: it names an operation.
 # - ``reads``, ``writes`` and ``frees`` name memory that an operation uses while
 #   it runs. A WAIT uses none, a FREE only frees, and an exchange of shapes and
 #   a barrier carry no elements.
-# - A PART or WEIGHTS is no part of a call, since turns have an order. Its computation has the sums and scales.
+# - A PART or WEIGHTS is not part of a call: parts have an order. Its computation has the sums and scales.
 # - ``peer`` and ``communicator`` select the channel of a transfer. A broadcast
 #   has a peer too: its root.
 # - ``tensor`` and ``range`` are the elements that a transfer carries, a SLICE
@@ -44,12 +44,12 @@ from pipeproof.verify.subject import Rule, Subject
 #   Below another operation every collective has one, because the description of
 #   a layer gives each the default ``sum``; on those that only move data it
 #   states nothing else.
-# - ``scale`` multiplies. On F the losses of its stage; on B and W what they add
-#   to the weight gradients; on I, SEND_B and RECV_B the gradient that goes to
-#   the stage before, and so everything that earlier stages add; on SCALE_GRAD
-#   and on the sums of gradients the accumulated gradient. Forward transfers
-#   have none: a scaled activation would make another model, whose gradients are
-#   not a multiple of the declared ones.
+# - ``scale`` multiplies: on F the losses of its stage; on B and W the
+#   contribution to the weight gradients; on I, SEND_B and RECV_B the gradient
+#   that goes to the previous stage, and so all contributions of earlier stages;
+#   on SCALE_GRAD and on the sums of gradients the accumulated gradient. Forward
+#   transfers have none: a scaled activation would make another model, whose
+#   gradients are not a multiple of the declared ones.
 
 
 ATTRIBUTES = (
@@ -112,10 +112,10 @@ MEANINGLESS = RuleDoc(
     code="PP144",
     title="an attribute has no meaning on its row",
     explanation=(
-        "Each kind of operation has its own attributes; another one would be ignored, and what the program means by "
-        "it would not be checked. A reduction is an operator of sums; on B and W it can be `overwrite`. A scale is "
-        "that of a loss (F), of what a backward adds (B, W), of the gradient that goes to the stage before "
-        "(I, SEND_B, RECV_B), or of a sum of gradients. `pipeproof/verify/attribute_rule.py` lists all meanings."
+        "Each kind of operation has its own attributes; another one would be ignored, and its intended meaning would "
+        "not be checked. A reduction is an operator of sums; on B and W it can be `overwrite`. A scale multiplies a "
+        "loss (F), a contribution to weight gradients (B, W), the gradient that goes to the previous stage "
+        "(I, SEND_B, RECV_B), or a sum of gradients. `pipeproof/verify/attribute_rule.py` lists all meanings."
     ),
     wrong="rank 0: 0F0{reduction=overwrite} 0B0 0STEP{scale=1/2}",
     right="rank 0: 0F0 0B0{reduction=overwrite} 0SCALE_GRAD{scale=1/2} 0STEP",
@@ -127,7 +127,7 @@ _NAMED = ("reduction", "scale")
 
 
 def _check(subject: Subject) -> Iterator[Finding]:
-    """One finding for each attribute and kind of row, at the first of its rows."""
+    """One finding for each attribute and kind of row, at its first row."""
     graph = subject.graph
     has_direct = bool(subject.lowered is not None and subject.lowered.direct)
     entry = _entries(graph, has_direct=has_direct or bool((graph.index[graph.is_kind(TRANSFER_KINDS)] != NONE).any()))
@@ -176,7 +176,7 @@ def _present(graph: OpGraph, attribute: str) -> BoolColumn:
 
 
 def _is_legal(graph: OpGraph, rows: IntColumn, entry: IntColumn, attribute: str) -> BoolColumn:
-    """Mask of ``rows`` that may have an attribute with the value that they have."""
+    """Mask of ``rows`` whose value of an attribute is allowed."""
     if attribute != "reduction":
         return np.array([attribute in legal.attributes.split() for legal in TABLE])[entry]
     allowed = [[name in legal.reductions.split() for name in graph.reduction_names] for legal in TABLE]
@@ -194,7 +194,7 @@ def _finding(subject: Subject, legal: Legal, attribute: str, row: int, times: in
     return MEANINGLESS.finding(
         f"{subject.coords_text(int(subject.graph.rank[row]))}: `{attribute}={value}` has no meaning on {op}{more}; "
         f"it can have {names}{operators}",
-        help=f"remove `{attribute}`, or put it on the row that it is about",
+        help=f"remove `{attribute}`, or put it on the row that it describes",
         witness=subject.witness(row),
     )
 

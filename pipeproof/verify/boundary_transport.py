@@ -20,10 +20,10 @@ from pipeproof.verify.subject import Rule, Subject
 
 # Comparison of a delivered tensor with its receiver's layout: lost and foreign elements.
 #
-# Both are maps from the receiver's local elements to those of the whole tensor:
-# the wanted one comes from the receiver's declared layout, the other from the
-# layouts of the ranks whose elements arrived. So a receiver may lie otherwise
-# than the sender (a reshard), as long as each element is the right one.
+# Both are maps from the receiver's local elements to the elements of the whole
+# tensor: the wanted map comes from the receiver's declared layout, the other
+# from the layouts of the ranks whose elements arrived. So the receiver's layout
+# may differ (a reshard), as long as each element is the right one.
 
 
 _STRANGE = -(2**60)
@@ -32,7 +32,7 @@ _STRANGE = -(2**60)
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The damage at one receiver: ranges of the tensor that it should hold, and what lies there instead."""
+    """The damage at one receiver: ranges of the expected tensor, and the elements there instead."""
 
     num_elements: int
     lost: tuple[ElementRange, ...]
@@ -40,9 +40,9 @@ class Loss:
 
 
 def places_of(subject: Subject) -> Places:
-    """Places of the subject's ranks in their tensor-parallel groups: by the plan's mesh, else by the graph's groups.
+    """Positions of the subject's ranks in their tensor-parallel groups: by the plan's mesh, else by the graph's groups.
 
-    Without a plan ranks in no group are alone, and all ranks share one data_group.
+    Without a plan, a rank without a group is alone, and all ranks share one data_group.
     """
     if subject.lowered is None:
         return _places_by_groups(subject.graph)
@@ -87,7 +87,7 @@ class Layouts:
         self._maps: dict[tuple[int, Placement, int, int], IndexMap] = {}
 
     def loss(self, delivery: Delivery) -> Loss | None:
-        """Compare what arrived with what must be there; None when every element is right."""
+        """Compare a delivery with the receiver's layout; None if every element is right."""
         receive, tensor = delivery.receive, self._graph.tensor
         sent, expected = int(tensor[self._graph.match[receive]]), int(tensor[receive])
         if NONE in (sent, expected):
@@ -95,7 +95,7 @@ class Layouts:
         return _Comparison(self, delivery, int(self._graph.rank[receive]), expected, sent).loss()
 
     def whole_shape(self, tensor: int, rank: int) -> tuple[int, ...]:
-        """The shape over all TP ranks of a tensor of which ``rank`` holds its local part."""
+        """The shape over all TP ranks of a tensor, from the local part of ``rank``."""
         spec, placement = self.tensors[tensor], self.placements[tensor]
         if placement.kind is not PlacementKind.SHARDED:
             return spec.shape
@@ -103,7 +103,7 @@ class Layouts:
         return tuple(n * size if dim == placement.dim else n for dim, n in enumerate(spec.shape))
 
     def index(self, rank: int, copy: int) -> int:
-        """The place in its TP group of the rank that is the ``copy``-th of those that ``rank`` represents."""
+        """The position in its TP group of the ``copy``-th rank that ``rank`` represents."""
         return int(self._places.index[rank]) + copy
 
     def map(self, tensor: int, placement: Placement, rank: int, copy: int) -> IndexMap:
@@ -117,19 +117,19 @@ class Layouts:
         return self._maps[key]
 
     def is_stranger(self, source: int, sender: int, receiver: int) -> bool:
-        """Return True if ``source`` has other data than the group that the receiver's own message comes from."""
+        """Return True if ``source`` has other data than the group that sends the receiver's own message."""
         places = self._places
         return bool(
             places.team[source] != places.team[sender] or places.data_group[sender] != places.data_group[receiver]
         )
 
     def team_of(self, rank: int) -> list[tuple[int, int]]:
-        """(rank, copy) of all that a rank's TP group holds."""
+        """(rank, copy) of all members of a rank's TP group."""
         ranks = np.flatnonzero(self._places.team == self._places.team[rank]).tolist()
         return [(mate, copy) for mate in ranks for copy in range(int(self._places.copies[mate]))]
 
     def global_rank(self, rank: int, copy: int) -> int:
-        """The rank of the mesh that the ``copy``-th of those that ``rank`` represents is."""
+        """The rank in the mesh of the ``copy``-th rank that ``rank`` represents."""
         own = self._graph.global_rank[rank]
         lowered = self._subject.lowered
         if lowered is None or not copy:
@@ -149,7 +149,7 @@ class _Comparison:
         ) == layouts.whole_shape(expected, rank)
         if same:
             self._wanted = layouts.map(expected, layouts.placements[expected], rank, copy)
-        else:  # two different tensors: that is for another rule; each element is to lie where its sender has it
+        else:  # different tensors are for another rule; each element should be at its sender's position
             self._placement = INVARIANT if self._placement.holds_equal_values else VARYING
             self._wanted = layouts.map(sent, self._placement, sender, copy).part(0, self._numel, 0)
 
@@ -182,7 +182,7 @@ class _Comparison:
         return own.part(start, start + length, segment.start)
 
     def _sources(self, local: int, whole: int, length: int) -> list[tuple[int, ElementRange]]:
-        """Holders of ``length`` elements from ``whole`` on, the message's sender first; with their local index."""
+        """Holders of ``length`` elements from ``whole`` on, with their local index; the message's sender first."""
         sender, copy = self._delivery.sender, self._delivery.copy
         mates = [(sender, copy), *(m for m in self._layouts.team_of(sender) if m != (sender, copy))]
         holders: list[tuple[int, ElementRange]] = []
@@ -230,9 +230,9 @@ LOSSY = RuleDoc(
     code="PP201",
     title="a transport loses elements of a boundary tensor and delivers others in their place",
     explanation=(
-        "Each element of the tensor that a stage sends has an identity (rank, index). Pushed through the lowered "
-        "slices, sends, receives and gathers, the identities that arrive are not those that the receiver's layout "
-        "promises. The classic case is Paddle Fleet's `enable_partial_send_recv` (on by default) together with "
+        "Each element of the tensor that a stage sends has an identity (rank, index). The check pushes the identities "
+        "through the lowered slices, sends, receives and gathers: those that arrive are not the ones in the receiver's "
+        "layout. The classic case is Paddle Fleet's `enable_partial_send_recv` (on by default) together with "
         "sequence parallelism: each TP rank sends its 1/n of the flattened tensor and the receivers gather the "
         "slices as if all ranks had held the same tensor, but under sequence parallelism each holds another part "
         "of the sequence. Shapes fit, nothing hangs, the loss looks plausible, and every gradient is wrong. The two "
@@ -244,7 +244,7 @@ LOSSY = RuleDoc(
 
 
 def _check_lossy(subject: Subject) -> Iterator[Finding]:
-    """Look into one event of each kind; only where that one is damaged, into all of the first micro-batch."""
+    """Examine one event of each kind, and if it is damaged, all events of the first micro-batch."""
     graph = subject.graph
     places = places_of(subject)
     layouts = Layouts(subject, places)

@@ -21,21 +21,21 @@ from pipeproof.specs.model import model_content
 from pipeproof.verify.subject import Subject
 
 RULE_SET_VERSION = 11
-"""Raised whenever a rule is added or gives other verdicts. It is part of a certificate, and of no digest."""
+"""Increased when a rule is added or its verdicts change. Part of certificates, not of digests."""
 _OF_CUSTOM_LAYERS = {"kind": True, "activation_bytes": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
     "unpadded_vocab_size": True,
     "moe": {"hash_tables": {"path": True}},
     "layers": {"__all__": _OF_CUSTOM_LAYERS},
 }
-"""Keys of a model that change no operation: the tokens, the file of tables, parts of custom layers that none reads."""
+"""Keys of a model that change no operation: the tokens, the file of tables, unused parts of custom layers."""
 
 _ADDED_FACTS = {"updates", "flat_start", "expert_routings"}
-"""Fields of facts that came later: they are in a digest where they are stated."""
+"""Later fields of facts: part of a digest only if stated."""
 
 
 class Verdict(StrEnum):
-    """The outcome of a check: no error by any rule, errors, none by those rules that ran, or input not understood."""
+    """The outcome of a check: no errors, errors, no errors by the rules that ran, or input not understood."""
 
     PROVED = "proved"
     REFUSED = "refused"
@@ -59,7 +59,7 @@ def certificate_of(subject: Subject, digest: str, verdict: Verdict) -> Certifica
 
 
 _ADDED_KINDS = (COPY_KINDS, PART_KINDS)
-"""Kinds that came later: they are in a digest where they are used."""
+"""Later kinds: part of a digest only if used."""
 
 
 def backend_table_version(table: BackendTable) -> str:
@@ -72,13 +72,13 @@ def graph_digest(subject: Subject) -> str:
 
     That is: the op graph with its queues, layouts, shapes, dtypes and group
     order; layers, parameters and stages; loss normalization, whether gradients
-    are clipped, and the type of weights; the backend and its
-    device, which compute other bits; the queues that a plan declares, which order its transfers;
-    the facts that are given along with a graph. What only changes a verdict is in
-    the certificate and not here: the version of the rule set, and the rows of the
-    backend's table. Cost, seed, steps, learning rate and paths are not in it either.
-    The bytes are canonical, so that the digest is the same in every run and on
-    every machine.
+    are clipped, and the type of weights; the backend and its device, which
+    compute other bits; the queues that a plan declares, which order its
+    transfers; the facts that are given along with a graph. Values that only
+    change a verdict are in the certificate instead: the version of the rule set,
+    and the rows of the backend's table. Cost, seed, steps, learning rate and
+    paths are not in it either. The bytes are canonical: the digest is the same
+    in every run and on every machine.
     """
     graph = subject.graph if subject.lowered is None else subject.lowered.canonical
     sha = hashlib.sha256()
@@ -93,12 +93,12 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 
 def _columns(graph: OpGraph) -> Iterator[NDArray[np.int64]]:
-    """The columns that rows fill; where a row was read from does not change what it is."""
+    """The columns that rows fill, except the column of their origin."""
     return (graph.columns.values[name] for name in COLUMN_NAMES if name != "origin")
 
 
 def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
-    """All but the columns: tables of the graph, and the plan around it; fields by position, so that names are free."""
+    """All but the columns: tables of the graph, and its plan; fields by position, which leaves their names free."""
     columns = graph.columns
     unused = {kind for kinds in _ADDED_KINDS if not graph.is_kind(kinds).any() for kind in kinds}
     return {
@@ -116,7 +116,7 @@ def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
 
 
 def _facts_content(value: object) -> object:
-    """Facts as ``astuple`` gives them, without added fields that state nothing: facts of before keep their digest."""
+    """Facts as in ``astuple``, without unstated later fields: older facts keep their digest."""
     if is_dataclass(value):
         pairs = [(field, getattr(value, field.name)) for field in fields(value)]
         return [_facts_content(one) for field, one in pairs if field.name not in _ADDED_FACTS or one != field.default]
@@ -149,7 +149,7 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "queue": plan.spec.transport.queue or "directed_edge",
         "mesh": astuple(plan.mesh),
         "model": model_content(plan.spec.model, _NO_PART_OF_A_GRAPH),
-        "layers": [(*astuple(layer), ()) for layer in plan.layers],  # a field of before, in the digests of saved states
+        "layers": [(*astuple(layer), ()) for layer in plan.layers],  # a former field, in the digests of saved states
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
         "clips": plan.spec.run.clip_norm is not None,

@@ -23,13 +23,13 @@ from pipeproof.verify.memory_budget import InFlight, in_flight
 from pipeproof.verify.registry import ALL_RULES, RULES, SUPPRESSION_CODES, Selection, Suppressed, suppress
 from pipeproof.verify.subject import Rule, Subject, graph_subject, lowered_subject, make_subject, program_subject
 
-# --- Causes of findings: one fault in a program is one finding, and what follows from it is shown behind it ---
-# A rule sees one thing, so a send that is left out is seen by several: a receive
+# --- Causes of findings: one fault in a program is one finding; findings that follow from it are shown behind it ---
+# A rule sees one thing, so several rules see a send that is left out: a receive
 # without a counterpart, messages that meet others, a wait that never ends. The
-# table below names for each code the codes that it can follow from, and by what
-# the two must be about the same rows. A finding follows from another only with
-# such a row in common. So a second fault elsewhere stays a finding of its own;
-# one on the very same rows keeps its code in the list of what follows.
+# table below names for each code the codes that it can follow from, and the
+# keys by which both must be about the same rows. A finding follows from another
+# only with such a row in common. So a second fault elsewhere stays a finding of
+# its own; one on the same rows keeps its code in the list of what follows.
 #
 # Nothing is left out: a finding that follows from another has it as its
 # ``cause``, and stays among the findings.
@@ -60,7 +60,7 @@ def _op_ids(finding: Finding) -> list[int]:
 
 
 def same_operation(_: Subject, finding: Finding) -> Iterator[Hashable]:
-    """Operations of the witness by rank and text, those that are missing too; a WAIT is that of its target."""
+    """Operations of the witness by rank and text, missing ones too; a WAIT counts as its target."""
     for op in _witness_ops(finding):
         yield op.rank, op.op[len("WAIT(") : -1] if op.op.startswith("WAIT(") else op.op
 
@@ -80,7 +80,7 @@ def same_text(_: Subject, finding: Finding) -> Iterator[Hashable]:
 
 
 def same_channel(subject: Subject, finding: Finding) -> Iterator[Hashable]:
-    """Channels of the witness's transfers, and of those that its WAITs wait for."""
+    """Channels of the witness's transfers, and of the transfers that its WAITs wait for."""
     graph = subject.graph
     for op_id in _op_ids(finding):
         for row in (op_id, int(graph.waits_for[op_id])):
@@ -89,9 +89,9 @@ def same_channel(subject: Subject, finding: Finding) -> Iterator[Hashable]:
 
 
 def same_fault_of_a_channel(subject: Subject, finding: Finding) -> Iterator[Hashable]:
-    """Block of messages in another order, else the shift of a channel by an end that is missing.
+    """The block of messages in another order, else the shift of a channel by a missing end.
 
-    A pair of which both ends are alone is a fault of its own: it has no key.
+    A pair whose ends are both alone is a fault of its own: it has no key.
     """
     graph, by_channel = subject.graph, subject.once(FaultsByChannel)
     ids = [op_id for op_id in _op_ids(finding) if graph.channel[op_id] != NONE]
@@ -117,7 +117,7 @@ def same_group(subject: Subject, finding: Finding) -> Iterator[Hashable]:
 def same_update(subject: Subject, finding: Finding) -> Iterator[Hashable]:
     """(rank, stage) of the steps of the witness, and of the reductions before them.
 
-    Where a member leaves a reduction out, the witness has only the others: all members of the group count.
+    If a member leaves a reduction out, the witness has only the others: all members of the group count.
     """
     graph = subject.graph
     for op_id in _op_ids(finding):
@@ -130,12 +130,12 @@ def same_update(subject: Subject, finding: Finding) -> Iterator[Hashable]:
 
 
 def whole_step(_: Subject, __: Finding) -> Iterator[Hashable]:
-    """Everything: for what is about no row."""
+    """One key for all: for findings that are not about a row."""
     yield None
 
 
 def same_key_of_the_plan(_: Subject, finding: Finding) -> Iterator[Hashable]:
-    """The place in the plan."""
+    """The key in the plan."""
     if finding.location is not None:
         yield finding.location
 
@@ -156,43 +156,43 @@ _MATCHING = ("PP301", "PP302")
 _PLACED = ("PP122", "PP123", *_MATCHING)
 
 FOLLOWS: tuple[Follows, ...] = (
-    # A stage that a rank takes from its owner is missing there.
+    # A stage that a rank takes over is missing on its owner.
     Follows("PP121", ("PP124",), same_text),
     # Exchanged computations also run before the stage, or the split, that feeds them.
     Follows("PP127", ("PP123",), same_operation),
     Follows("PP129", ("PP123",), same_operation),
     # A FIFO matches by position: a missing end shifts all later messages, and a block in another order is one fault.
     Follows("PP302", ("PP301", "PP302"), same_fault_of_a_channel),
-    # Both ends of a pair that is no pair differ in what they carry, too.
+    # Mismatched ends also differ in their tensors.
     *(Follows(code, ("PP302",), same_operation) for code in ("PP303", "PP304", "PP305", "PP311")),
     # An announcement that is missing, or meets another, announces the wrong tensor.
     Follows("PP313", _MATCHING, same_operation),
     # Exchanged transfers, computations or collectives let ranks wait for each other.
     Follows("PP401", ("PP123", "PP302", "PP306"), same_operation),
-    # Of an unbalanced channel the last end is never met; a transfer that is left out leaves its wait behind, and one
-    # that comes late is not under way when it is waited for; a member that is short of a collective joins no last one.
+    # On an unbalanced channel the last end is never met; a missing transfer leaves its wait behind, and a late one is
+    # not under way when it is waited for; a member that is short of a collective never joins the last one.
     Follows("PP402", ("PP301",), same_channel),
     Follows("PP402", _MATCHING, same_operation),
     Follows("PP402", ("PP306",), same_group),
     # A transfer that is issued twice is waited for once.
     Follows("PP505", ("PP301", "PP126"), same_operation),
-    # What a computation that is left out would have used is received, and not waited for.
+    # The input of a missing computation is received, and not waited for.
     Follows("PP505", ("PP121",), same_input),
-    # Buffers: what is computed, sent, received or waited for at the wrong place, or twice, is read and written there.
+    # Buffers: an operation at the wrong position, or twice, reads and writes its buffers there.
     *(Follows(code, (*_PLACED, "PP505"), same_operation) for code in ("PP501", "PP502", "PP503", "PP507", "PP508")),
     Follows("PP506", ("PP121", *_PLACED, "PP306"), same_operation),
     Follows("PP509", _PLACED, same_operation),
-    # Weights that are written late, or not gathered at all, are read too early by every computation.
+    # Every computation reads weights too early that are written late, or not gathered at all.
     Follows("PP506", ("PP506",), same_operation),
-    # So is its result, and what it adds to a sum.
+    # So are its result, and its contribution to a sum.
     Follows("PP510", _PLACED, same_operation),
     Follows("PP514", ("PP122",), same_operation),
-    # What comes before its writer is also sent, or received into, too early.
+    # An operation before its buffer's writer also sends, or receives into, the buffer too early.
     Follows("PP501", ("PP506",), same_operation),
     Follows("PP502", ("PP506",), same_operation),
     # One number of slots is for all pools.
     Follows("PP504", ("PP504",), same_key_of_the_plan),
-    # A reduction that a member of a group leaves out sums nothing there.
+    # A reduction that a member leaves out sums nothing there.
     Follows("PP601", ("PP306",), same_update),
     Follows("PP603", ("PP306",), same_update),
     # A step that never ends has no memory use.
@@ -223,7 +223,7 @@ def with_causes(subject: Subject, findings: Sequence[Finding]) -> tuple[Finding,
 
 
 class _Search:
-    """The finding that each one follows from, as indices; keys are made only for codes that can be causes here."""
+    """The cause of each finding, as an index; keys are made only for codes that can be causes here."""
 
     def __init__(self, subject: Subject, findings: Sequence[Finding]) -> None:
         self._subject, self._findings = subject, findings
@@ -266,7 +266,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 WHOLE_STEP = (*(f"PP12{digit}" for digit in range(1, 10)), "PP3")
-"""Beginnings of the codes of steps that are not whole: all is computed once, in order, and sent to who receives it."""
+"""Code prefixes of the rules on a whole step: all is computed once, in order, and sent to its receiver."""
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,8 @@ class Report:
     """Result of ``check`` for one plan, whose identity is the graph digest ``digest``.
 
     ``suppressed`` are the warnings and notes that the plan declares as wanted;
-    ``not_run`` the codes of the rules that a selection left out, and ``undecided`` what an importer has not understood,
-    so that the plan may be another than that of the job.
+    ``not_run`` the codes of the rules that a selection left out, and ``undecided`` the values that an importer has not
+    understood: the plan may then differ from the job's.
     """
 
     subject: Subject
@@ -293,7 +293,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Undecided for input that is not understood; refused where there are errors; incomplete without every rule."""
+        """Undecided for input that is not understood; refused with errors; incomplete without every rule."""
         if self.undecided:
             return Verdict.UNDECIDED
         if self.errors:
@@ -302,12 +302,12 @@ class Report:
 
     @property
     def conclusion(self) -> Certificate:
-        """The graph digest and the verdict, with the versions of the rules and the table that the verdict is by."""
+        """The graph digest and the verdict, with the versions of the rules and of the backend's table."""
         return certificate_of(self.subject, self.digest, self.verdict)
 
     @property
     def certificate(self) -> Certificate | None:
-        """The conclusion, where the plan is proved; the executor runs no plan without it."""
+        """The conclusion for a proved plan, else None; the executor runs no plan without it."""
         return self.conclusion if self.verdict is Verdict.PROVED else None
 
     def to_json(self) -> dict[str, Any]:
@@ -340,9 +340,9 @@ def check(plan: LoadedPlan, selection: Selection = ALL_RULES, on_progress: OnPro
 
 
 def require_whole_step(lowered: LoweredPlan, source: SourceMap | None, codes: tuple[str, ...] = WHOLE_STEP) -> None:
-    """Refuse a timeline of a plan with its own schedule that is no whole step: it would show a step that is none.
+    """Refuse a plan whose own schedule is not a whole step: its timeline would not show a real step.
 
-    An evaluation, which has no backward at all, is whole without them. ``codes`` are the beginnings of the codes of
+    An evaluation, which has no backward, is whole without one. ``codes`` are the prefixes of the codes of
     the rules to run, ``source`` the text of the plan, if there is one.
 
     Raises:
@@ -400,8 +400,8 @@ def check_graph(
 ) -> Report:
     """Check a graph made in Python, such as a log of a custom runtime, by every rule that needs no plan.
 
-    ``backend`` is whose promises hold (Paddle's gloo without it); ``origins``
-    the places of rows by the graph's ``origin`` column, for the findings;
+    ``backend`` is the table whose promises hold (default: Paddle's gloo);
+    ``origins`` the source locations of rows by the graph's ``origin`` column;
     ``facts`` are additional facts.
     """
     return check_subject(graph_subject(graph, backend=backend, origins=origins, facts=facts))
@@ -415,6 +415,6 @@ def check_program(
     ``file`` is its name in findings; ``backend`` and ``facts`` as for ``check_graph``.
 
     Raises:
-        BadPlanError: the text is no program; the findings have line and column.
+        BadPlanError: the text is not a program; the findings have line and column.
     """
     return check_subject(program_subject(text, file=file, backend=backend, facts=facts))

@@ -17,7 +17,7 @@ from pipeproof.verify.check_plan import CHECK_CODES, Report
 BRIEF = Brevity(
     findings_of_a_code=10, witness_lines=12, rest="`--all` shows all, `--format json` has them too", details=False
 )
-"""Size of a screen: many equal findings have one cause more often than many."""
+"""Size of a screen: many equal findings usually have one cause."""
 
 WHOLE = Brevity(findings_of_a_code=None, witness_lines=None, rest="")
 """Everything that was found."""
@@ -26,7 +26,7 @@ _MOST_CODES = 8
 
 
 def render_report(report: Report, console: Console, brevity: Brevity) -> None:
-    """Print the findings, the verdict and what comes next; in detail also the digest and what is in flight."""
+    """Print the findings, the verdict and the next step; in detail also the digest and the activations in flight."""
     render_text(report.findings, report.subject.source, console=console, brevity=brevity)
     if report.subject.lowered is not None and brevity.details:
         _render_in_flight(report, console)
@@ -60,7 +60,7 @@ def _next_step(report: Report) -> str:
 
 
 def _unchecked(report: Report) -> str:
-    """A sentence about what a program alone does not state, so that no rule has checked it."""
+    """A sentence about facts that a program alone does not state: no rule has checked them."""
     subject = report.subject
     if subject.lowered is not None or (subject.graph.scale != 0).any() or subject.facts.gradients is not None:
         return ""

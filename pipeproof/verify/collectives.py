@@ -1,6 +1,6 @@
 """3xx: members of a group issue the same collectives in the same order, and all ranks make the groups of the mesh.
 
-Collectives of a group meet as messages do: the k-th call of one member meets
+Collectives of a group meet like messages: the k-th call of one member meets
 the k-th call of every other.
 """
 
@@ -21,7 +21,7 @@ from pipeproof.verify.subject import Rule, Subject, of_ranks, of_small_plan
 
 
 class _Calls:
-    """The collective calls on groups, in columns, and who is a member of which group."""
+    """The collective calls on groups, in columns, and the members of the groups."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
@@ -40,7 +40,7 @@ class _Calls:
         return np.isin(self._key(self.group, self.rank), self._member_keys)
 
     def leaders_call(self) -> IntColumn:
-        """For each call the one that the group's first rank issues at the same place; ``NONE`` where it issues none."""
+        """For each call, the call of the group's first rank at the same position, else ``NONE``."""
         led = np.flatnonzero(self.rank == self.leader[self.group])
         led = led[np.argsort(self.group[led], kind="stable")]
         starts = np.searchsorted(self.group[led], np.arange(len(self.graph.groups) + 1))
@@ -58,7 +58,7 @@ class _Calls:
         return np.where(keys[index] == self._key(group, rank), counts[index], 0)
 
     def find(self, group: int, rank: int, position: int) -> int | None:
-        """The call of a rank at a place on its group; None where it issues fewer."""
+        """The call of a rank at a position in its group; None if it issues fewer."""
         selected = (self.group == group) & (self.rank == rank) & (self.graph.position[self.row] == position)
         rows = self.row[selected]
         return int(rows[0]) if len(rows) else None
@@ -110,9 +110,9 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
 
 
 def _same_call(subject: Subject, ours: IntColumn, theirs: IntColumn) -> BoolColumn:
-    """Return True if two calls are the same collective. Members along ``pp`` are of unlike stages, all others of one.
+    """Return True if two calls are the same collective. Members along ``pp`` have different stages, others one.
 
-    A call that names no tensor moves activations; in a graph alone, of a type that is not known.
+    A call that names no tensor moves activations; in a graph alone, their type is unknown.
     """
     graph = subject.graph
     same = np.ones(len(ours), dtype=bool)
@@ -152,7 +152,7 @@ OTHER_AXIS = RuleDoc(
     explanation=(
         "The operation is meant for one mesh axis and is issued on a group of another: a statistic of one stage "
         "that goes over the default group mixes the values of all stages, and hangs where stages differ in the "
-        "number of calls. All members may well agree, so that nothing fails."
+        "number of calls. All members may agree, and nothing fails."
     ),
     wrong=of_ranks("pp: 0 1", _MAXIMUM, _MAXIMUM),
     right=of_ranks("tp: 0 1", _MAXIMUM, _MAXIMUM),
@@ -184,7 +184,7 @@ STRANGER = RuleDoc(
     title="a rank issues a collective on a group that it does not belong to",
     explanation=(
         "Only members can take part: elsewhere the call is refused, does nothing, or falls back to the default "
-        "group, depending on the framework, and the members never notice that one more was meant to join."
+        "group, depending on the framework, and the members never notice the additional rank."
     ),
     wrong=of_ranks("tp: 0 1", _SUM, _SUM, _SUM),
     right=of_ranks("tp: 0 1 2", _SUM, _SUM, _SUM),
@@ -218,8 +218,8 @@ MEMBERS = RuleDoc(
     title="a group does not hold the ranks of its axis",
     explanation=(
         "The members of a group along an axis differ in their coordinate on that axis and in no other, and all of "
-        "them are in it. A group made with a wrong size or from permuted axes reduces over strangers, leaves "
-        "members out, or joins ranks of unlike stages. Along pp a group may hold some of the ranks (the two owners "
+        "them are in it. A group made with a wrong size or from permuted axes reduces over unrelated ranks, leaves "
+        "members out, or joins ranks of different stages. Along pp a group may hold some of the ranks (the two owners "
         "of a tied weight). Without a plan there is no mesh: then the members must at least compute the same stages."
     ),
     wrong=of_ranks("tp: 0 1", "0F0 " + _IN_LAYER.format(8), "1F0 " + _IN_LAYER.format(8)),
@@ -285,8 +285,8 @@ CREATION = RuleDoc(
     code="PP310",
     title="ranks make their groups in different orders",
     explanation=(
-        "Making a communicator is itself a meeting of all its members. Ranks that make the same groups in another "
-        "order wait for each other before training has begun, or take each other's communicators for their own. "
+        "All members must take part in making a communicator. Ranks that make the same groups in another "
+        "order wait for each other before training has begun, or confuse each other's communicators. "
         "The orders of all ranks must fit into one, and every member must take part. The order in which the graph "
         "lists its groups holds for ranks without an order of their own."
     ),
@@ -319,7 +319,7 @@ def _check_creation(subject: Subject) -> Iterator[Finding]:
         ]
         yield CREATION.finding(
             f"the orders do not fit into one: {'; '.join(parts)}",
-            help="make the groups in one order on all ranks, for instance that of a sorted list",
+            help="make the groups in one order on all ranks, for instance sorted",
         )
 
 
@@ -338,7 +338,7 @@ def _name(graph: OpGraph, index: int) -> str:
 
 
 def _cycle(order: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
-    """A shortest circle of (rank, group, next group), each group made before the next; empty if one order fits all."""
+    """A shortest cycle of (rank, group, next group), each group made before the next; empty if one order fits all."""
     from pipeproof.diagnostics.wait_graph import shortest_cycle
 
     rank_of: dict[int, dict[int, int]] = {group: {} for group in sorted({group for made in order for group in made})}
@@ -363,7 +363,7 @@ REPLICAS = RuleDoc(
     title="a message crosses from one replica to another",
     explanation=(
         "Ranks that differ in dp, cp or ep work on other sequences or other parts of them: a tensor of one means "
-        "nothing to another. Sizes and names agree, so that nothing fails; the usual cause is a rank computed with "
+        "nothing to another. Sizes and names agree, and nothing fails; the usual cause is a rank computed with "
         "another order of the mesh axes. Between tp ranks a message may cross: that is a change of layout, which "
         "the rules on transports check."
     ),

@@ -36,8 +36,7 @@ def owns(subject: Subject, rank: IntColumn, stage: IntColumn) -> BoolColumn:
 def is_expected(subject: Subject, rank: IntColumn, stage: IntColumn, work_item: IntColumn) -> BoolColumn:
     """Mask of the (rank, stage, work item) triples that the rank should compute.
 
-    It owns the stage, there are that many work items, and of several copies of the stage it has the one for this
-    item.
+    It owns the stage, the work item exists, and if the stage has several copies, its copy computes this item.
     """
     lowered = subject.lowered
     if lowered is None or not lowered.has_copies:
@@ -91,7 +90,7 @@ def _check_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _expected_by_plan(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """(rank, stage, work item) of all that the plan's placement and number of micro-batches ask for."""
+    """(rank, stage, work item) of every computation in the plan."""
     pairs = sorted((rank, stage) for stage, ranks in subject.stage_owners.items() for rank in ranks)
     rank, stage = np.repeat(np.array(pairs, dtype=np.int64).reshape(-1, 2), subject.num_work_items, axis=0).T
     work_item = np.tile(np.arange(subject.num_work_items), len(pairs))
@@ -103,7 +102,7 @@ def _expected_alone(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
     """Cells that a graph without a plan must compute: all that it begins, and every micro-batch on every stage.
 
     Two ranks with one stage are replicas, which both run each micro-batch, or
-    copies, which share them out: each micro-batch is expected on as many ranks
+    copies, which divide them: each micro-batch is expected on as many ranks
     of its stage as the other micro-batches are.
     """
     table = subject.computes
@@ -161,11 +160,11 @@ def _check_doubled(subject: Subject) -> Iterator[Finding]:
 
 ORDER = RuleDoc(
     code="PP123",
-    title="a computation comes before what it needs",
+    title="a computation comes before its inputs",
     explanation=(
         "The backward of a micro-batch reads the activations that its forward kept, and the weight-gradient "
-        "operation reads what the input-gradient operation left. Two computations of a rank in each other's places, "
-        "while the transfers around them are in theirs, have the same fault: one reads an input that has not been "
+        "operation reads the result of the input-gradient operation. If two computations of a rank are exchanged, but "
+        "the transfers around them are not, the fault is the same: one reads an input that has not been "
         "received, or makes an output that has already been sent."
     ),
     wrong="rank 0: 0B0 0F0",
@@ -183,7 +182,7 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
         home |= {first_op: second_op, second_op: first_op}
         yield ORDER.finding(
             f"{subject.coords_text(int(graph.rank[first_op]))} runs {one} in the place of {other}, and "
-            f"{other} in that of {one}: the transfers around them are those of the other",
+            f"{other} in the place of {one}: the transfers around each belong to the other",
             help=f"exchange {one} and {other}",
             witness=subject.witness(first_op, second_op, *transfers),
         )
@@ -209,7 +208,7 @@ SPLITS = RuleDoc(
     explanation=(
         "Causal attention of a split reads the keys and values of the splits before it: forwards of a micro-batch "
         "run from its first split to its last. Backwards run from the last to the first, because the gradient of "
-        "those keys and values comes from the splits behind."
+        "these keys and values comes from the later splits."
     ),
     wrong="rank 0: 0F0.s0 0F0.s1 0B0.s0 0B0.s1",
     right="rank 0: 0F0.s0 0F0.s1 0B0.s1 0B0.s0",
@@ -269,8 +268,8 @@ STEPS = RuleDoc(
     code="PP128",
     title="the optimizer does not step once on every stage",
     explanation=(
-        "A stage without its step keeps its weights while the others train, on one replica alone even while its "
-        "twins move on; a second step applies the same gradient again. Programs that name no step at all leave it "
+        "A stage without its step keeps its weights while the others train, possibly on one replica only; a second "
+        "step applies the same gradient again. Programs that name no step at all leave it "
         "to the caller, and are not checked."
     ),
     wrong="rank 0: 0F0 1F0 1B0 0B0 0STEP",
@@ -289,7 +288,7 @@ def _check_steps(subject: Subject) -> Iterator[Finding]:
     held, some, entry = np.unique(packed(rank, stage), return_index=True, return_inverse=True)
     count = np.bincount(entry[: len(steps)], minlength=len(held))
     computes = np.bincount(entry[len(steps) :], minlength=len(held)) > 0
-    described = np.isin(rank[some], table.rank)  # of a rank that computes nothing at all, nothing is known
+    described = np.isin(rank[some], table.rank)  # nothing is known of a rank that computes nothing
     for index in np.flatnonzero((count != 1) | (~computes & described)).tolist():
         at, of_stage = int(rank[some[index]]), int(stage[some[index]])
         step = Op(OpKind.STEP, of_stage)
@@ -320,13 +319,13 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-# Two computations of a rank in each other's places, found by the transfers around them.
+# Exchanged computations of a rank, found by the transfers around them.
 #
-# The transfers of a rank keep their places when two computations are exchanged.
-# So one of the two runs before its input is asked for, or after its output has
-# been sent, and each is where the other one's transfers are: it is the first
+# The transfers of a rank keep their positions when two computations are
+# exchanged. So one of the two runs before its input is received, or after its
+# output has been sent, and each is among the other's transfers: it is the first
 # computation after the receive of the other's input, or the last one before the
-# send of the other's output. Exchanged back, both are in their places.
+# send of the other's output. Exchanged back, both are in order.
 
 
 _TRANSFERS = {
@@ -338,7 +337,7 @@ _TRANSFERS = {
 
 
 Exchange = tuple[int, int, list[int]]
-"""Two computations in each other's places, as op ids in program order, and the transfers that show it."""
+"""Two exchanged computations, as op ids in program order, and the transfers that show it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,16 +349,16 @@ class _Places:
     send: dict[int, int]
 
     def fits(self, row: int, at: int) -> bool:
-        """Return True if a computation at a place comes after its receive and before its send."""
+        """Return True if a computation at a position comes after its receive and before its send."""
         receive, send = self.receive[row], self.send[row]
         return (receive == NONE or receive < at) and (send == NONE or at < send)
 
     def has_transfers_of(self, at: int, row: int) -> bool:
-        """Return True if no computation is between a place and the transfers that belong to a computation there."""
+        """Return True if no computation is between a position and the transfers of the computation for it."""
         return self._next_to(self.receive[row], 0) == at or self._next_to(self.send[row], -1) == at
 
     def candidates(self, row: int) -> list[int]:
-        """The computations at the places to which the transfers of a computation belong."""
+        """The computations at the positions where the transfers of a computation are."""
         neighbours = (self._next_to(self.receive[row], 0), self._next_to(self.send[row], -1))
         return [other for other in neighbours if other not in (NONE, row)]
 
@@ -382,7 +381,7 @@ def exchanges(subject: Subject) -> list[Exchange]:
                 first, second = sorted((row, other))
                 ends = [end for of in (first, second) for end in (places.receive[of], places.send[of]) if end != NONE]
                 if any(end in faults[int(graph.channel[end])].block_of for end in ends):
-                    continue  # the transfers are in each other's places, and the peer's are not: PP302 speaks
+                    continue  # the transfers are exchanged, and the peer's are not: PP302 reports it
                 shown = [end for end in ends if first < end < second]
                 result.append((first, second, sorted(shown)))
                 done |= {row, other}
@@ -425,5 +424,5 @@ def _first_transfer(subject: Subject, kind: OpKind) -> IntColumn:
     entry = table.find(graph.rank[rows], graph.stage[rows], graph.work_item[rows])
     rows, entry = rows[entry != NONE][::-1], entry[entry != NONE][::-1]
     first = np.full(len(table), NONE, dtype=np.int64)
-    first[entry] = rows  # of several the last one written stays: the first row
+    first[entry] = rows  # the last write stays: the first row
     return first

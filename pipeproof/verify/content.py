@@ -1,13 +1,13 @@
 """Symbolic contents of buffers: what each kind of operation writes to, and expects in, the buffers that it names.
 
-The kind of an operation states what it computes with: ``1F0`` reads the
-activation of stage 0 for micro-batch 0. The names on its row state where that
-is stored. A program is right if every read through a name finds what the kind
-means. So contents are symbolic: the *terms* of a buffer are the results of
-forwards and backwards that are in it, one for a tensor, several for a sum.
+The kind of an operation states its inputs: ``1F0`` reads the activation of stage
+0 for micro-batch 0. The names on its row state where they are stored. A program
+is right if every read through a name finds the input of the kind. So contents
+are symbolic: the *terms* of a buffer are the results of forwards and backwards
+in it, one for a tensor, several for a sum.
 
 An operation is assumed to compute correctly from its inputs. A wrong read is
-reported where it happens, and not again at all that follows from it.
+reported where it happens, and not again for later operations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeproof.schedule.ops import CHILD_KINDS, KINDS, OpKind
 
 
 class Role(Enum):
-    """The result of a computation that a term is."""
+    """The kind of result that a term is."""
 
     ACTIVATION = "activation"
     """The output of a forward."""
@@ -32,7 +32,7 @@ class Role(Enum):
     ADDEND = "weight gradient"
     """The result of a backward that is added to the gradient of the weights."""
     EITHER = "gradient"
-    """One of the two: what a backward writes that adds to no buffer."""
+    """One of the two: the result of a backward that adds to no buffer."""
 
 
 class Term(NamedTuple):
@@ -59,7 +59,7 @@ Change = tuple[int, int, int, int]
 
 
 class Share(NamedTuple):
-    """The number of times that a term is in a buffer, and the changes that it has gone through in this memory."""
+    """The number of times that a term is in a buffer, and its reductions and scalings in this memory."""
 
     times: int = 1
     changes: frozenset[Change] = frozenset()
@@ -109,7 +109,7 @@ RESULT: Mapping[OpKind, tuple[Role, int, bool]] = MappingProxyType(
         OpKind.BACKWARD: (Role.EITHER, 0, False),
         OpKind.BACKWARD_INPUT: (Role.INPUT_GRADIENT, 0, False),
         OpKind.BACKWARD_WEIGHT: (Role.ADDEND, 0, False),
-        # A transfer is named after the stage of its own end: 1RECV_F0 brings what stage 0 computed.
+        # A transfer is named after the stage of its own end: 1RECV_F0 brings the result of stage 0.
         OpKind.SEND_FORWARD: (Role.ACTIVATION, 0, False),
         OpKind.SLICE_FORWARD: (Role.ACTIVATION, 0, False),
         OpKind.RECV_FORWARD: (Role.ACTIVATION, -1, True),
@@ -118,12 +118,12 @@ RESULT: Mapping[OpKind, tuple[Role, int, bool]] = MappingProxyType(
         OpKind.SLICE_BACKWARD: (Role.INPUT_GRADIENT, 0, False),
         OpKind.RECV_BACKWARD: (Role.INPUT_GRADIENT, 1, True),
         OpKind.GATHER_BACKWARD: (Role.INPUT_GRADIENT, 1, True),
-        # What the forward saved, in memory of the host and back.
+        # The activations that the forward saved, in host memory and back.
         OpKind.OFFLOAD: (Role.ACTIVATION, 0, False),
         OpKind.RELOAD: (Role.ACTIVATION, 0, False),
     }
 )
-"""The result that an operation writes to the buffers that it names. Other kinds pass on what they read."""
+"""The result that an operation writes to its named buffers. Other kinds pass on their input."""
 
 ADDERS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
 UPDATES = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
@@ -178,11 +178,11 @@ def holds(content: Content, wanted: tuple[frozenset[Role], int, int]) -> bool:
 def suits(graph: OpGraph, op: int, content: Content, step: int, *, adds: bool) -> bool:
     """Return True if ``op`` may read ``content`` in ``step``; it ``adds`` if it also writes the buffer.
 
-    What was there from the start is not known, and suits every reader.
+    Contents from before the start are unknown, and suit every reader.
     """
     kind = KINDS[graph.kind[op]]
     if content.terms and content.step != step and kind in RESULT:
-        return content.is_value  # a number may run on over steps; a tensor or a gradient may not
+        return content.is_value  # a number may continue over steps; a tensor or a gradient may not
     if not content.terms:
         if content.state is State.OTHER:
             return not (adds and kind in ADDERS)
@@ -198,10 +198,10 @@ def suits(graph: OpGraph, op: int, content: Content, step: int, *, adds: bool) -
 
 
 def is_number(graph: OpGraph, op: int, content: Content) -> bool:
-    """Return True for what an operation may read next to its input, or add to.
+    """Return True for a value that an operation may read next to its input, or add to.
 
-    That is a number that forwards add up, or, for a forward, what its stage
-    computed of another work item: a count so far, a table for all.
+    That is a number that forwards add up, or, for a forward, the result of its
+    stage for another work item: a running count, a shared table.
     """
     if content.is_value:
         return True
@@ -216,7 +216,7 @@ def is_number(graph: OpGraph, op: int, content: Content) -> bool:
 
 
 def _is_tensor(graph: OpGraph, op: int, content: Content) -> bool:
-    """Return True for the tensor of a send, slice or gather; of several that cross, one may pass as it came."""
+    """Return True for the tensor of a send, slice or gather; if several cross, one may be passed on unchanged."""
     wanted = input_of(graph, op)
     assert wanted is not None
     if len(content.terms) > 1:

@@ -31,9 +31,9 @@ OVERWRITTEN = RuleDoc(
     code="PP509",
     title="a buffer was overwritten before its reader came",
     explanation=(
-        "The buffer held the values that the operation computes with, but by then those of another micro-batch (or "
-        "stage) were written over them. Every access is in order, so that no race detector sees it; the values are "
-        "wrong all the same. The usual cause is a double buffer whose index does not move, or starts anew."
+        "The buffer held the values that the operation computes with, but values of another micro-batch (or stage) "
+        "were written over them. Every access is in order, and no race detector reports it; the values are "
+        "wrong all the same. The usual cause is a double buffer whose index does not change, or starts anew."
     ),
     wrong=_received_into(0),
     right=_received_into(1),
@@ -47,12 +47,12 @@ _SENT_FROM = (
 
 OTHER_CONTENT = RuleDoc(
     code="PP510",
-    title="a buffer holds something else than its reader computes with",
+    title="a buffer does not hold the input of its reader",
     explanation=(
-        "The kind of an operation states what it computes with, the name on its row where that is stored. Here the "
-        "buffer holds the result of another micro-batch, of another stage or of the step before, or weights where a "
+        "The kind of an operation states its input, the name on its row the buffer that stores it. Here the "
+        "buffer holds the result of another micro-batch, of another stage or of the previous step, or weights where a "
         "gradient is added, and never held the right one in this step. Slots were exchanged, an index is stale, or a "
-        "chunk reads the receive buffer of another chunk. Shapes agree, nothing races, and nothing complains."
+        "chunk reads the receive buffer of another chunk. Shapes agree, nothing races, and nothing fails."
     ),
     wrong=_SENT_FROM.replace("{buffer}", "o0"),
     right=_SENT_FROM.replace("{buffer}", "o1"),
@@ -60,11 +60,11 @@ OTHER_CONTENT = RuleDoc(
 
 INCOMPLETE = RuleDoc(
     code="PP511",
-    title="a gradient lacks what a micro-batch added",
+    title="a gradient lacks the contribution of a micro-batch",
     explanation=(
-        "A micro-batch has computed its share of a gradient, and the buffer that the optimizer (or a reduction, or a "
-        "scaling) reads is without it: the buffer was set to zero in between, another micro-batch wrote instead of "
-        "adding, or the share went into another buffer. Training continues with a smaller, biased gradient."
+        "A micro-batch has computed its contribution to a gradient, and the buffer that the optimizer (or a reduction, "
+        "or a scaling) reads does not have it: the buffer was set to zero in between, another micro-batch wrote "
+        "instead of adding, or the contribution went into another buffer. Training continues with a biased gradient."
     ),
     wrong=(
         "rank 0: 0SCALE_GRAD{writes=main_grad} 0F0 0B0{reads=main_grad writes=main_grad} 0SCALE_GRAD{writes=main_grad} "
@@ -78,9 +78,9 @@ INCOMPLETE = RuleDoc(
 
 REPEATED = RuleDoc(
     code="PP514",
-    title="a gradient has what a micro-batch added more than once",
+    title="a gradient has the contribution of a micro-batch more than once",
     explanation=(
-        "A buffer of sums was added to another one, and is added again with more in it, without having been set to "
+        "A buffer of sums was added to another one, and is added again after further contributions, without a reset to "
         "zero in between: the first micro-batches count twice."
     ),
     wrong=(
@@ -101,7 +101,7 @@ NEVER_WROTE = RuleDoc(
     explanation=(
         "A count of tokens, a loss or a norm is computed on one rank and sent to the others by a collective. Here the "
         "root of a broadcast (or a member of a reduction or gather) has never written the buffer that it "
-        "puts in, although another rank computes it: all ranks continue with what happened to be in that memory. "
+        "puts in, although another rank computes it: all ranks continue with the old contents of that memory. "
         "The usual cause is a root that is counted from the wrong end of the group."
     ),
     wrong=(

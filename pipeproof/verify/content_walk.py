@@ -1,9 +1,9 @@
 """Contents of the buffers that rows name, followed through two steps of a program.
 
-Only buffers without a race are looked at, in the order in which their uses
-happen; races are a matter of the rules of lifetimes. Tensors that rows do not
-name are where their kinds put them. The walk is linear in named uses and in the
-terms of sums at each addition; plans that are lowered name no buffers.
+Only buffers without a race are examined, in the order in which their uses
+happen; the rules of lifetimes report races. Tensors that rows do not name are
+in the buffers that their kinds imply. The walk is linear in named uses and in
+the terms of sums at each addition; lowered plans name no buffers.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ NUM_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class WrongRead:
-    """An operation reads a buffer that holds something else than it computes with.
+    """An operation reads a buffer that does not hold its input.
 
-    ``own`` is the operation that had written what it computes with there, in
-    the same step, ``NONE`` if none had.
+    ``own`` is the operation that had written the input there in the same step,
+    ``NONE`` if none had.
     """
 
     op: int
@@ -116,7 +116,7 @@ def contents(subject: Subject) -> Contents:
 
 
 def _as_they_happen(order: Order, ops: list[int]) -> list[int]:
-    """Operations in an order of their starts that every run agrees with; as given where there is none (a deadlock)."""
+    """Operations in an order of their starts that holds in every run; unchanged if there is none (a deadlock)."""
     import networkx as nx
 
     events: nx.DiGraph[int] = nx.DiGraph(event_edges(order).tolist())
@@ -140,7 +140,7 @@ class _Walk:
         self._missed: set[tuple[int, int, int]] = set()
         self._stored: set[tuple[int, int, bool, int, int]] = set()
         self._sums: set[tuple[int, int]] = set()
-        self._unknown: set[int] = set()  # buffers of sums with a wrong read, of which nothing more is reported
+        self._unknown: set[int] = set()  # buffers of sums with a wrong read: nothing more is reported about them
 
     def execute(self, op: int, accesses: Mapping[int, int], step: int) -> None:
         """Let one operation read, write and free its buffers."""
@@ -171,7 +171,7 @@ class _Walk:
     def _suitable(self, op: int, before: Mapping[int, Content], writes: list[int], step: int) -> set[int]:
         """The buffers whose content an operation may read: its input, and numbers next to it.
 
-        A send, a slice or a gather moves its tensor alone: a number that forwards add up is no part of it.
+        A send, a slice or a gather moves only its tensor, not a number that forwards add up.
         """
         graph, kind = self._graph, KINDS[self._graph.kind[op]]
         right = {
@@ -190,7 +190,7 @@ class _Walk:
         }
 
     def _has_input(self, op: int, before: Mapping[int, Content], step: int) -> bool:
-        """Return False if the input of an operation that names what it reads is in a buffer that it does not name."""
+        """Return False if the input of an operation with named reads is in a buffer that it does not name."""
         wanted = input_of(self._graph, op)
         if not before or wanted is None:
             return True
@@ -202,7 +202,7 @@ class _Walk:
     def _read(
         self, op: int, kind: OpKind, buffer: int, content: Content, step: int, *, right: bool, adds: bool
     ) -> None:
-        """Note what is wrong with one read, and that it was read."""
+        """Record one read, and a fault of it."""
         if not right and (op, buffer) not in self._reported and op not in self._never_set:
             self._reported.add((op, buffer))
             self._found.wrong.append(WrongRead(op, buffer, content, step, self._own(op, buffer, step)))
@@ -222,7 +222,7 @@ class _Walk:
             self._found.sums.append(wrong)
 
     def _own(self, op: int, buffer: int, step: int) -> int:
-        """The operation that wrote what ``op`` computes with, where that was in the buffer in this step; else NONE."""
+        """The operation that wrote the input of ``op``, if it was in the buffer in this step; else NONE."""
         if result_of(self._graph, op) is None:
             return NONE
         for past in reversed(self._past[buffer]):
@@ -231,7 +231,7 @@ class _Walk:
         return NONE
 
     def _note_update(self, op: int, kind: OpKind, reads: list[int], writes: list[int]) -> None:
-        """Keep the updates of a stage until its optimizer step; one that names no gradient is of wherever that is."""
+        """Keep the updates of a stage until its optimizer step; an update without names is of its gradient anywhere."""
         graph = self._graph
         rank, stage = int(graph.rank[op]), int(graph.stage[op])
         if kind is OpKind.STEP:
@@ -245,7 +245,7 @@ class _Walk:
     def _check_sum(
         self, op: int, stage: int, held: Mapping[int, Content], updates: list[int], added: Mapping[int, int]
     ) -> None:
-        """Compare what an optimizer step reads with what was added to the gradient, and with what changed it."""
+        """Compare the gradient that an optimizer step reads with its contributions and changes."""
         if not self._unknown.isdisjoint(held):
             return
         shares = [
@@ -272,7 +272,7 @@ class _Walk:
         return int(graph.kind[op]), int(graph.axis[op]), int(graph.reduction[op]), int(graph.scale[op])
 
     def _passed_on(self, op: int, kind: OpKind, buffer: int, reads: Mapping[int, Content], step: int) -> Content:
-        """The content that an operation leaves in a buffer that computes nothing itself."""
+        """The content that an operation leaves in a buffer if it computes nothing itself."""
         if kind is OpKind.STEP:
             return Content(writer=op, step=step)  # set by the optimizer: there from the start of the next step
         if self._is_reset(op, kind, reads):
@@ -295,9 +295,9 @@ class _Walk:
     def _computed(
         self, op: int, kind: OpKind, added: Content | None, sums: Sequence[int], buffer: int, step: int
     ) -> Content:
-        """A result alone, or added to what is there: a gradient, zeros, or a number of the same rank.
+        """A result alone, or added to the content: a gradient, zeros, or a number of the same rank.
 
-        ``sums`` are the buffers that the operation adds to; what a backward writes elsewhere goes to the stage before.
+        ``sums`` are the buffers that the operation adds to; a backward's other results go to the previous stage.
         """
         result = result_of(self._graph, op)
         assert result is not None

@@ -21,7 +21,7 @@ from pipeproof.stages.describe.typed_ops import TypedProgram
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A tensor of ``numel`` elements that ranks hold, save or load in parts: each element is there ``copies`` times."""
+    """A tensor of ``numel`` elements that ranks hold, save or load in parts: each element occurs ``copies`` times."""
 
     name: str
     numel: int
@@ -45,8 +45,8 @@ class ExpertRouting:
     Each rank sends as many blocks to every member, in the order of the group:
     ``dispatch`` are the experts that it sends them for. A member applies the
     experts ``computes`` to the blocks of each sender, in their order.
-    ``combine`` are the experts for which the sender takes the blocks that come
-    back, in the order in which it sent them.
+    ``combine`` are the experts that the sender assigns to the returned blocks,
+    in the order in which it sent them.
     """
 
     name: str
@@ -99,9 +99,9 @@ class Role:
 class RngRegion:
     """A place in a layer that draws random numbers, and the mesh axes over which the draws must differ.
 
-    Over every other axis the ranks hold the same values there, so that they
-    must draw the same numbers. Dropout on a tensor that is cut along the
-    sequence differs over ``tp``; on one that every TP rank holds it does not.
+    Over every other axis the ranks hold the same values there and must draw
+    the same numbers. Dropout on a tensor that is sharded along the sequence
+    differs over ``tp``; dropout on a tensor that every TP rank holds does not.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Facts:
     """All facts in addition to a graph; facts that are left out are not checked.
 
     ``num_layers`` is how many layers ``layer_numbers`` should number.
-    ``group_creation`` lists for each rank the groups (places in the graph's
+    ``group_creation`` lists for each rank the groups (indices into the graph's
     ``groups``) that it takes part in making, in its order. ``typed_programs``
     are layers as typed operations; ``held_tensors``, ``map_uses`` and
     ``loads`` are the elements that ranks hold, expect and load;

@@ -1,4 +1,4 @@
-"""3xx: sends and receives meet by their place in the FIFO, and nothing else; group calls are not too large.
+"""3xx: sends and receives meet only by their FIFO position; group calls are not too large.
 
 There are no tags on NCCL (and none that Paddle lets a user set on gloo): the
 k-th send of a channel meets the k-th receive, independent of their contents. The rules
@@ -75,10 +75,10 @@ class Pairs:
         return ~meta[self.send] & ~meta[self.receive]
 
     def may_reshard(self) -> BoolColumn:
-        """Mask of the pairs that carry a part of a tensor between unlike layouts or sizes.
+        """Mask of the pairs that carry a part of a tensor between different layouts or sizes.
 
-        Such messages may together change the layout on the way; the rules on
-        transports check the final layout. A whole tensor, or a slice between two alike, changes nothing.
+        Such messages together may change the layout; the rules on transports
+        check the final layout. A whole tensor, or a slice between equal layouts, changes nothing.
         """
         sizes = np.array([*(tensor.numel for tensor in self.graph.tensors), NONE], dtype=np.int64)
         graph = self.graph
@@ -93,12 +93,12 @@ class ChannelFaults:
     """Faults of one channel by identity, as op ids.
 
     One missing message shifts all that follow in its FIFO. Without the ends that the other side lacks, both sides hold
-    the same messages, and where these differ in order they fall into blocks that are faults of their own.
+    the same messages; if their order differs, they form blocks that are faults of their own.
     ``counterpart`` is the other end that each operation means to meet. ``sends_alone`` and ``receives_alone`` are the
     ends without one in the programs, in program order.
-    ``block_of`` gives for each operation of a block in another order the number of that block. ``run_of`` gives for
-    each operation how many pairs before it meet as they should, where the channel has as many sends as receives:
-    operations with one number are shifted by one fault. Elsewhere it is 0.
+    ``block_of`` gives the number of the block for each operation of a block in another order. ``run_of`` gives for
+    each operation how many pairs before it meet as they should, if the channel has as many sends as receives:
+    operations with one number are shifted by one fault. Otherwise it is 0.
     """
 
     counterpart: Mapping[int, int]
@@ -134,7 +134,7 @@ def _faults(graph: OpGraph, channel: int) -> ChannelFaults:
     begin, last = 0, NONE
     for number, key in enumerate(sent):
         last = max(last, positions[key])
-        if last == number:  # both sides have had the same messages up to here
+        if last == number:  # both sides have the same messages so far
             for moved in sent[begin : number + 1] if number > begin else ():
                 block_of[sends[moved]] = block_of[receives[moved]] = begin
             begin = number + 1
@@ -247,7 +247,7 @@ def _check_identity(subject: Subject) -> Iterator[Finding]:
     for sent, received in pairs.where(other | other_member):
         meant = partner_of(graph.ops[sent])
         of_sent = of_received = ""
-        if graph.ops[received] == meant:  # so that the members differ, and both ends name a tensor
+        if graph.ops[received] == meant:  # then the members differ, and both ends name a tensor
             of_sent, of_received = (
                 f" of `{' + '.join(_members_in_order(graph.tensors[int(graph.tensor[i])]))}`" for i in (sent, received)
             )
@@ -261,7 +261,7 @@ def _check_identity(subject: Subject) -> Iterator[Finding]:
 
 
 def _members_in_order(tensor: TensorSpec) -> tuple[str, ...]:
-    """The member of the boundary that a message carries, or those that a packed one has, in order."""
+    """The members of the boundary that a message carries, in order; several if it is packed."""
     return tuple(part.member for part in tensor.parts) or (tensor.member,)
 
 
@@ -288,8 +288,8 @@ TOO_MANY = RuleDoc(
     title="a group call has more sends and receives than the backend is known to take",
     explanation=(
         "The proofs presume that all transfers of a batch progress together. NCCL divides a large group call into "
-        "several kernels, which run one after the other, and each rank divides its own list. A send may then be in a "
-        "rank's first kernel and its receive in the peer's second one, while that one's first waits for something in "
+        "several kernels, which run one after the other, and each rank divides its own list. A send may be in a "
+        "rank's first kernel and its receive in the peer's second kernel, while the peer's first kernel waits for "
         "the second kernel here: the job hangs. The limit is a row of the backend's table, "
         "`max_batched_transfers`; gloo has no group calls."
     ),

@@ -1,7 +1,7 @@
-"""7xx: what a rank holds at most, against the memory that there is.
+"""7xx: the most memory that a rank holds, against the available memory.
 
-Only a simulation knows what is held when. A plan without a budget or a device
-is not simulated for its check, and the simulator is not even loaded.
+Only a simulation can tell. A plan without a budget or a device is not
+simulated for its check, and the simulator is not even loaded.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _GIVES_BACK = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """The most micro-batches that a rank holds activations of, and what their boundary inputs weigh.
+    """The most micro-batches whose activations a rank holds, and the size of their boundary inputs.
 
-    ``boundary_bytes`` counts what each held micro-batch brought over the
+    ``boundary_bytes`` counts the input of each held micro-batch over the
     boundary before its stage, for the first stage the model's activation: a
     lower bound of the memory that needs no times. The simulator counts the
     activations inside stages, and all else.
@@ -41,7 +41,7 @@ class InFlight:
 
 
 def in_flight(subject: Subject) -> tuple[InFlight, ...]:
-    """Per rank: held from the start of F to the end of B (of W, where backward is split), offloaded ones included."""
+    """Per rank: held from the start of F to the end of B (of W, if the backward is split), offloaded ones included."""
     graph = subject.graph
     inputs = np.array(_input_bytes(subject.plan), dtype=np.int64)
     change = graph.is_kind(_TAKES).astype(np.int64) - graph.is_kind(_GIVES_BACK)
@@ -51,7 +51,7 @@ def in_flight(subject: Subject) -> tuple[InFlight, ...]:
 
 
 def _peaks(graph: OpGraph, change: IntColumn) -> list[int]:
-    """By rank, the most that its changes add up to."""
+    """By rank, the maximum of its accumulated changes."""
     held = np.cumsum(change)
     peaks = []
     for start, stop in pairwise(graph.offsets.tolist()):
@@ -61,7 +61,7 @@ def _peaks(graph: OpGraph, change: IntColumn) -> list[int]:
 
 
 def _input_bytes(plan: LoweredPlan) -> list[int]:
-    """By stage, the bytes of what the largest micro-batch, or split of one, brings to a rank."""
+    """By stage, the input bytes of the largest micro-batch, or split, on a rank."""
 
     def num_bytes(tensors: Sequence[Boundary]) -> int:
         return sum(prod(one.local_shape_at(at_sender=False)) * dtype_bytes(one.dtype) for one in tensors)
@@ -73,10 +73,10 @@ OVER_BUDGET = RuleDoc(
     code="PP701",
     title="a rank holds more than the memory budget",
     explanation=(
-        "`memory.budget_gib` is the memory of a rank. The simulation of a step gives what each rank holds: weights, "
+        "`memory.budget_gib` is the memory of a rank. The simulation of a step gives the memory of each rank: weights, "
         "gradients, optimizer states, activations from their forward to their backward, logits, messages, and the "
-        "overhead that the plan states. The message has the rank that needs most, the first time at which it does, and "
-        "what its peak is made of; the help names changes with which the same computation fits."
+        "overhead that the plan states. The message has the rank with the highest peak, the peak's first time, and "
+        "its parts; the help names changes with which the same computation fits."
     ),
     wrong="memory: {budget_gib: 0.0001}",
     right="memory: {budget_gib: 1}",
@@ -94,7 +94,7 @@ NOT_CHECKED = RuleDoc(
     title="the memory budget was not checked",
     severity="warning",
     explanation=(
-        "The plan has a `memory.budget_gib`, but its step cannot be simulated to its end, so that its memory use is "
+        "The plan has a `memory.budget_gib`, but its step cannot be simulated to its end: its memory use is "
         "unknown. The rules on matching and deadlock report the cause."
     ),
     wrong=_of_program("['0F0', '0B0', '0F1', '0B1']"),
@@ -106,8 +106,8 @@ OVER_DEVICE = RuleDoc(
     title="a rank holds more than the memory of its device",
     severity="warning",
     explanation=(
-        "`cost.analytic` names a device, whose data sheet has its memory. The simulation of a step gives more for a "
-        "rank. The plan may not fit, or it may not state what its training does to fit: by default gradients are "
+        "`cost.analytic` names a device with its memory in the data sheet. The simulation of a step gives more for a "
+        "rank. The plan may not fit, or it may not state the memory savings of its training: by default gradients are "
         "accumulated in float32, gathered activations are kept, and nothing is recomputed. Llama 3.1 405B on 512 H100 "
         "(MLPerf Training) needs 119 GiB by these defaults, and 77 GiB with `memory.gradient_dtype: bfloat16` and "
         "`memory.sequence_parallel_activations: regather`, as Megatron-LM trains it. With `memory.budget_gib` too "
@@ -137,7 +137,7 @@ def _check_device(subject: Subject) -> Iterator[Finding]:
     yield OVER_DEVICE.finding(
         f"{subject.coords_text(worst.rank)} holds {memory_peak.peak_text(worst, limit)}",
         location=subject.locate("cost", "analytic"),
-        help=f"state under `memory` what the training does to fit, or give `memory.budget_gib: {capacity}`: then the "
+        help=f"state under `memory` how the training saves memory, or give `memory.budget_gib: {capacity}`: then the "
         "check names changes that fit",
     )
 

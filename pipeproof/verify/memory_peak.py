@@ -33,7 +33,7 @@ _LEANER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "v_half": ("v_min",),
     }
 )
-"""Kinds of schedules that take the same stages and hold fewer activations, or hold them shorter."""
+"""Kinds of schedules for the same stages that hold fewer activations, or hold them for a shorter time."""
 
 _MORE: Mapping[Recompute, tuple[Recompute, ...]] = MappingProxyType(
     {"none": ("selective", "full"), "selective": ("full",), "full": ()}
@@ -54,13 +54,13 @@ class Worst:
 
 
 def worst_of(subject: Subject) -> Worst | None:
-    """The rank of a plan that holds most; None where the step has no end."""
+    """The rank of a plan that holds most; None if the step does not end."""
     simulation = subject.once(simulation_of)
     return None if simulation is None else _worst(simulation)
 
 
 def simulation_of(subject: Subject) -> Simulation | None:
-    """The simulated step of a plan; None where it has no end."""
+    """The simulated step of a plan; None if it does not end."""
     return _simulated(subject.plan)
 
 
@@ -70,7 +70,7 @@ def gib_text(gib: float) -> str:
 
 
 def peak_text(worst: Worst, limit: str) -> str:
-    """Text of a peak: its size and time, the limit that it is over, and its parts."""
+    """Text of a peak: its size and time, the exceeded limit, and its parts."""
     curve = worst.curve
     return f"{size_text(curve.peak)} at {time_text(curve.peak_at_us)}, and {limit}: {make_up_text(curve)}"
 
@@ -89,7 +89,7 @@ def _worst(simulation: Simulation) -> Worst:
 
 
 def what_fits(plan: LoweredPlan, budget_gib: float) -> str:
-    """Changes that fit, each simulated with the plan's times; if none does, what comes nearest."""
+    """Changes that fit, each simulated with the plan's times; if none does, the nearest one."""
     overhead = float(plan.spec.memory.overhead_gib)
     if overhead >= budget_gib:
         return f"set memory.budget_gib to {math.ceil(overhead) + 1} or more: memory.overhead_gib alone fills the budget"
@@ -118,7 +118,7 @@ def _and(texts: Iterable[str]) -> str:
 
 
 def _changes(plan: LoweredPlan) -> Iterator[tuple[frozenset[str], LoweredPlan]]:
-    """The plan with one or several changes, those with fewer of them first; each is named as it would be written."""
+    """The plan with one or several changes, fewer changes first; each is named as it would be written."""
     spec, memory = plan.spec, plan.spec.memory
     is_gathered = (
         spec.topology.sequence_parallel and spec.topology.tp > 1 and memory.sequence_parallel_activations == "keep"

@@ -22,7 +22,7 @@ _FORM = {"shape": "8x4", "dtype": "float32", "placement": "invariant", "dims": "
 
 
 def _message(sent: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """A program with one message, whose ends have tensors of ``_FORM`` with these attributes changed."""
+    """A program with one message, whose ends have tensors of ``_FORM`` with changed attributes."""
     forms = [{**_FORM, **changed} for changed in (sent, wanted)]
     tensors = (" ".join(f"{name}={value}" for name, value in form.items()) for form in forms)
     num_sent, num_wanted = (prod(map(int, form["shape"].split("x"))) for form in forms)
@@ -60,7 +60,7 @@ def _check_size(subject: Subject) -> Iterator[Finding]:
 
 
 def _form(tensor: TensorSpec) -> object:
-    """Shape and dims, and those of the parts of a packed message in the order of their names.
+    """Shape and dims; for a packed message also of its parts, in the order of their names.
 
     The rule on the identity of messages compares the order of parts.
     """
@@ -84,8 +84,8 @@ DTYPE = RuleDoc(
     code="PP304",
     title="a message and its receive buffer differ in dtype",
     explanation=(
-        "No backend checks the dtype of a message: the bytes are taken as they are, so that float32 read as "
-        "int32, or bfloat16 as float16, gives numbers that mean nothing."
+        "No backend checks the dtype of a message: the bytes are taken as they are. Float32 read as "
+        "int32, or bfloat16 as float16, gives meaningless numbers."
     ),
     wrong=_message({"dtype": "bfloat16"}, {}),
     right=_message({"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
@@ -105,7 +105,7 @@ def _check_dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def _dtypes(tensor: TensorSpec) -> tuple[str, ...]:
-    """The type, or those of the parts of a packed message."""
+    """The type, or the types of the parts of a packed message."""
     return tuple(part.dtype for part in _by_name(tensor)) or (tensor.dtype,)
 
 
@@ -113,7 +113,7 @@ LAYOUT = RuleDoc(
     code="PP305",
     title="the two sides of a boundary declare different layouts",
     explanation=(
-        "The sender's tensor and the receiver's lie differently over the tensor-parallel ranks, and nothing "
+        "The sender's tensor and the receiver's have different layouts over the tensor-parallel ranks, and nothing "
         "between them changes the layout. The receiver computes with values that mean something else."
     ),
     wrong=_message({"placement": "sharded(0)"}, {}),
@@ -135,7 +135,7 @@ def _check_layout(subject: Subject) -> Iterator[Finding]:
 
 
 def _placements(tensor: TensorSpec) -> tuple[str, ...]:
-    """The placement, or those of the parts of a packed message."""
+    """The placement, or the placements of the parts of a packed message."""
     return tuple(part.placement for part in _by_name(tensor)) or (tensor.placement,)
 
 
@@ -143,9 +143,9 @@ MEMORY_ORDER = RuleDoc(
     code="PP312",
     title="a message is sent from, or into, memory of another order",
     explanation=(
-        "NCCL takes as many bytes as there are elements, from the tensor's address on: of a transposed view the "
-        "elements in another order, of a slice with holes the wrong elements. (PyTorch's gloo refuses such "
-        "messages, but takes such tensors for all_reduce and broadcast. Paddle refuses both. NCCL does not look.)"
+        "NCCL sends as many bytes as there are elements, from the tensor's address on: for a transposed view the "
+        "elements in another order, for a slice with holes the wrong elements. (PyTorch's gloo refuses such "
+        "messages, but accepts such tensors for all_reduce and broadcast. Paddle refuses both. NCCL does not check.)"
     ),
     wrong=_message({"strides": "1x8"}, {}),
     right=_message({"strides": "4x1"}, {}),
@@ -153,7 +153,7 @@ MEMORY_ORDER = RuleDoc(
 
 
 def memory_order(tensor: TensorSpec) -> tuple[int, ...]:
-    """The strides that matter, in elements: those of the dims that have more than one element.
+    """The strides that matter, in elements: of the dims with more than one element.
 
     Raises:
         ValueError: the tensor has another number of strides than of dims.
@@ -207,10 +207,10 @@ def _check_memory_order(subject: Subject) -> Iterator[Finding]:
 
 # 3xx: where shapes are exchanged ahead of tensors, every tensor is the one that was announced.
 #
-# A receiver that learns the shape from a META message makes its buffer by it.
-# The shape of a tensor is that of the META message of the same work item, else
-# of the last one before it for the same input: a runtime that sends the shape
-# once and keeps it is right as long as the shape does not change.
+# A receiver that learns the shape from a META message sizes its buffer by it.
+# The META message of the same work item has the shape of a tensor, else the last
+# one before it for the same input: a runtime that sends the shape once and keeps
+# it is right as long as the shape does not change.
 
 
 ANNOUNCED = RuleDoc(
@@ -245,9 +245,9 @@ ANNOUNCED = RuleDoc(
 class Exchange:
     """The receives of tensors that meet a tensor, and the receives of shapes that meet a shape.
 
-    ``own`` is the META receive of the same work item, ``last`` the last one
-    before the tensor for the same input (a stage of a rank, a direction, and
-    which of the tensors that cross together); ``NONE`` without any. ``surplus`` are META receives of no tensor.
+    ``own`` is the META receive of the same work item, ``last`` the last META
+    receive before the tensor for the same input (a stage of a rank, a direction,
+    and the member of the boundary); ``NONE`` without any. ``surplus`` are META receives of no tensor.
     """
 
     tensors: IntColumn
@@ -261,7 +261,7 @@ def exchange_of(subject: Subject) -> Exchange:
     graph = subject.graph
     is_meta = graph.is_kind(META_KINDS)
     rows = np.flatnonzero(graph.is_kind(RECV_KINDS) & (graph.match != NONE))
-    rows = rows[is_meta[rows] == is_meta[graph.match[rows]]]  # of others the rules of matching speak
+    rows = rows[is_meta[rows] == is_meta[graph.match[rows]]]  # the rules of matching report others
     meta = is_meta[rows]
     if not meta.any():
         none = np.full(len(rows), NONE, dtype=np.int64)
@@ -278,7 +278,7 @@ def exchange_of(subject: Subject) -> Exchange:
 
 
 def _members(graph: OpGraph, rows: IntColumn, meta: BoolColumn) -> IntColumn:
-    """By receive a number for the member of its boundary; 0 for all where a META message does not name its tensor."""
+    """By receive a number for the member of its boundary; 0 for all if a META message does not name its tensor."""
     sent = graph.tensor[graph.match[rows]]
     if (sent[meta] == NONE).any():
         return np.zeros(len(rows), dtype=np.int64)
@@ -317,7 +317,7 @@ def _check_announced(subject: Subject) -> Iterator[Finding]:
 
 INCOMPLETE = RuleDoc(
     code="PP314",
-    title="a tensor has no META message of its own, or a META message no tensor",
+    title="a tensor has no META message of its own, or a META message has no tensor",
     explanation=(
         "With `transport.shape_exchange: per_message` (variable sequence lengths) each rank receives a shape before "
         "each tensor. A tensor without one has a buffer of unknown size, or of the size of an earlier micro-batch. "
@@ -364,9 +364,9 @@ TOO_EARLY = RuleDoc(
     code="PP315",
     title="a receive is posted before the shape of its tensor is known",
     explanation=(
-        "A receive needs a buffer of the size of its message, and the META message has that size. Posted before the "
-        "wait for it, the receive has a buffer of the last shape, or none. A wait on a side queue does not hold the "
-        "host, which allocates the buffer."
+        "A receive needs a buffer of the size of its message, which the META message has. A receive that is posted "
+        "before the wait for the META message has a buffer of the last shape, or none. A wait on a side queue does not "
+        "hold the host, which allocates the buffer."
     ),
     wrong=(
         "rank 0: 0F0 0SEND_META_F0{peer=1} 0SEND_F0{peer=1} WAIT(0SEND_META_F0) WAIT(0SEND_F0)\n"

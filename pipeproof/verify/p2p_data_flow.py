@@ -25,7 +25,7 @@ from pipeproof.verify.subject import Rule, Subject, missing_op, of_ranks
 
 @dataclass(frozen=True)
 class _Direction:
-    """One direction: its receive, and where the maker's stage lies from the user's."""
+    """One direction: its receive, and the offset of the maker's stage from the user's."""
 
     receive: OpKind
     source: int
@@ -36,11 +36,11 @@ _DIRECTIONS = (_Direction(OpKind.RECV_FORWARD, -1), _Direction(OpKind.RECV_BACKW
 
 @dataclass(frozen=True, eq=False)
 class _Messages:
-    """Transfers of tensors, as seen from the rank that is to compute with them.
+    """Transfers of tensors, as seen from the rank that computes with them.
 
-    ``row`` is the transfer, ``is_send`` which end it is; ``rank``, ``stage``
-    and ``work_item`` are where the tensor is needed, ``backward`` whether it
-    is a gradient, ``member`` which of the tensors that cross together it is,
+    ``row`` is the transfer, ``is_send`` its end; ``rank``, ``stage`` and
+    ``work_item`` are the computation that needs the tensor,
+    ``backward`` whether it is a gradient, ``member`` the member of its boundary,
     and ``maker`` the stage that sends it on a direct edge, else NONE.
     """
 
@@ -103,7 +103,7 @@ def _direct_flows(subject: Subject, direction: _Direction) -> list[tuple[str, in
 
 
 def _is_local(subject: Subject, entries: IntColumn, maker: IntColumn, direction: _Direction) -> BoolColumn:
-    """Mask of the entries whose input is made on the same rank: by the plan's placement, else by what it runs."""
+    """Mask of the entries whose input is made on the same rank: by the plan, else by the rank's program."""
     if subject.lowered is None:
         ran: BoolColumn = maker != NONE
         return ran
@@ -115,9 +115,9 @@ NEVER_SENT = RuleDoc(
     code="PP125",
     title="a stage computes with a tensor that is never sent to it",
     explanation=(
-        "Every stage but the first reads the activation of the stage before, every stage but the last the gradient "
-        "of the stage after. Where neither the send nor the receive is in the programs no backend notices: the "
-        "stage computes with the old contents of its buffer. Where a boundary has several tensors, each micro-batch "
+        "Every stage but the first reads the activation of the previous stage, every stage but the last the gradient "
+        "of the next stage. If neither the send nor the receive is in the programs, no backend notices: the "
+        "stage computes with the old contents of its buffer. If a boundary has several tensors, each micro-batch "
         "needs all of them."
     ),
     wrong="rank 0: 0F0 0SEND_F0{peer=1} 0F1 WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1F1",
@@ -195,9 +195,9 @@ def _relayed(subject: Subject, direction: _Direction) -> Iterator[tuple[int, int
 def _owed(
     subject: Subject, entries: IntColumn, stage: IntColumn, member: IntColumn, direction: _Direction
 ) -> tuple[IntColumn, IntColumn]:
-    """(entry, member) of each tensor that must come to an entry, from (stage, member) of those that come to any.
+    """(entry, member) of each tensor that an entry needs, from (stage, member) of the tensors that arrive.
 
-    What comes for one micro-batch is owed to all. With a plan at least one
+    If a tensor arrives for one micro-batch, all micro-batches need it. With a plan at least one
     tensor crosses each boundary; a graph alone may leave a boundary out.
     """
     num_members = len(_member_names(subject))
@@ -239,7 +239,7 @@ def _never_sent(
 
 
 def _replicas(subject: Subject, stage: int, work_item: int) -> list[int]:
-    """The ranks that owe a work item of a stage: of several copies of the stage those of one."""
+    """The ranks that must compute a work item of a stage. If the stage has copies, only the ranks of one."""
     ranks = np.array(subject.stage_owners[stage], dtype=np.int64)
     due = is_expected(subject, ranks, np.full_like(ranks, stage), np.full_like(ranks, work_item))
     return [int(rank) for rank in ranks[due]]
@@ -247,11 +247,11 @@ def _replicas(subject: Subject, stage: int, work_item: int) -> list[int]:
 
 UNEXPECTED = RuleDoc(
     code="PP126",
-    title="a tensor is sent that its stage does not use",
+    title="a tensor is sent to a stage that does not use it",
     explanation=(
-        "Both ends agree, but the message has no place in the pipeline: the first stage receives an activation, the "
-        "last one a gradient, a rank sends what it does not compute or receives what it does not use, or the same "
-        "tensor crosses twice. At best it costs time; more often a rank has taken another one's role."
+        "Both ends agree, but the message does not belong to the pipeline: the first stage receives an activation, the "
+        "last one a gradient, a rank sends a tensor that it does not compute or receives one that it does not use, or "
+        "the same tensor crosses twice. At best it costs time; more often a rank has taken another rank's role."
     ),
     wrong="rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 0F0",
     right="rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0",
@@ -267,11 +267,11 @@ def _check_unexpected(subject: Subject) -> Iterator[Finding]:
     source = graph.partner_stage(row)
 
     def has_no_place(rank: IntColumn, of_stage: IntColumn) -> BoolColumn:
-        """Not on a rank that owes the computation; one that computes nothing at all is not described, nor blamed."""
+        """Not on a rank that must compute it; a rank that computes nothing is not described, and not blamed."""
         described = np.isin(rank, subject.computes.rank)
         return described & ~is_expected(subject, rank, of_stage, work_item)
 
-    meant = (graph.stage[send] == source) & (graph.work_item[send] == work_item)  # else PP302 speaks
+    meant = (graph.stage[send] == source) & (graph.work_item[send] == work_item)  # else PP302 reports it
     unused, unmade = meant & has_no_place(graph.rank[row], stage), meant & has_no_place(graph.rank[send], source)
     again = meant & _come_already(graph, row)
     for index in np.flatnonzero(unused | unmade | again).tolist():
@@ -292,11 +292,11 @@ def _check_unexpected(subject: Subject) -> Iterator[Finding]:
 
 
 def _come_already(graph: OpGraph, row: IntColumn) -> BoolColumn:
-    """Mask of the receives, given in program order, that bring elements of a tensor that an earlier one has brought."""
+    """Mask of the receives (in program order) of elements that an earlier receive has already brought."""
     tensor = packed(graph.rank[row], graph.kind[row], graph.stage[row], graph.work_item[row], graph.tensor[row])
     again = np.zeros(len(row), dtype=bool)
     ordered = np.sort(tensor)
-    several = np.flatnonzero(np.isin(tensor, ordered[1:][ordered[1:] == ordered[:-1]]))  # none, or parts of a tensor
+    several = np.flatnonzero(np.isin(tensor, ordered[1:][ordered[1:] == ordered[:-1]]))  # none, or several parts
     columns = [graph.peer[row[several]], graph.stop[row[several]], graph.start[row[several]], tensor[several]]
     order = np.lexsort(columns)
     same = np.all([column[order][1:] == column[order][:-1] for column in columns], axis=0)
@@ -308,8 +308,8 @@ LOCAL_ORDER = RuleDoc(
     code="PP127",
     title="a stage runs before the stage of the same rank that feeds it",
     explanation=(
-        "Where a rank holds two neighbouring stages, as at the turn of a V schedule, nothing is sent between them: "
-        "the order of the rank's program alone ensures that the tensor is there. No transfer waits for it and no "
+        "If a rank holds two neighbouring stages, as at the turn of a V schedule, nothing is sent between them: "
+        "only the order of the rank's program ensures that the tensor is ready. No transfer waits for it and no "
         "backend notices."
     ),
     wrong="rank 0: 1F0 0F0 1B0 0B0",
@@ -319,7 +319,7 @@ LOCAL_ORDER = RuleDoc(
 
 def _check_local_order(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
-    expected = is_expected(subject, table.rank, table.stage, table.work_item)  # of the others PP124 speaks
+    expected = is_expected(subject, table.rank, table.stage, table.work_item)  # PP124 reports the others
     for direction, entries, maker in _feeders(subject):
         local = (maker != NONE) & expected[entries] & expected[maker]
         entries, maker = entries[local], maker[local]
@@ -336,7 +336,7 @@ def _check_local_order(subject: Subject) -> Iterator[Finding]:
 
 
 def _feeders(subject: Subject) -> Iterator[tuple[_Direction, IntColumn, IntColumn]]:
-    """Entries that use a tensor of another stage, and those of its maker on the same rank, or ``NONE``."""
+    """Entries that use a tensor of another stage, and its maker's entries on the same rank, or ``NONE``."""
     table = subject.computes
     for direction in _DIRECTIONS:
         yield direction, *_needed(subject, direction)
@@ -348,17 +348,17 @@ def _feeders(subject: Subject) -> Iterator[tuple[_Direction, IntColumn, IntColum
 
 # 145: the parts of a computation are whole and in order, and nothing else is between them.
 #
-# Other rules see a computation that takes turns as one operation at its own row. That is true because of this rule:
-# between that row and its last part is only what belongs to computations that take turns.
+# Other rules treat a computation with parts as one operation at its own row. This rule makes that correct:
+# between that row and its last part there are only rows of computations with parts.
 
 
 PARTS = RuleDoc(
     code="PP145",
     title="the parts of a computation are out of order",
     explanation=(
-        "A computation that takes turns with another one is a row of its own, followed by its parts: a PART at its "
-        "begin and behind each exchange, so that a PART is before and behind every collective. Collectives are issued "
-        "together only where the all-gather dispatcher does so. A whole backward also has WEIGHTS, each behind the "
+        "A computation that alternates with another one is a row of its own, followed by its parts: a PART at its "
+        "begin and after each exchange. Thus a PART is before and after every collective. Collectives are issued "
+        "together only where the all-gather dispatcher does so. A whole backward also has WEIGHTS, each after the "
         "PARTs that deferred its weight gradients, and the last one at its end. Nothing else is between the row and "
         "the last part: a send there would carry a tensor that is not complete."
     ),

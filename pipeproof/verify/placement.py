@@ -1,4 +1,4 @@
-"""11x: every layer is on one stage, in model order; roles of ranks and random numbers are those of their layers."""
+"""11x: every layer is on one stage, in model order; roles of ranks and random numbers match their layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TWO_OWNERS = RuleDoc(
     title="a layer is listed twice",
     explanation=(
         "The layer would be applied twice, with two copies of its weights that drift apart: copies must be "
-        "declared and their gradients reduced, which a plain list of layers does not do."
+        "declared and their gradients reduced, unlike in a plain list of layers."
     ),
     wrong="model: {num_layers: 1}\nstages: [[embed, layer.0], [layer.0, norm, head]]",
     right="model: {num_layers: 1}\nstages: [[embed, layer.0], [norm, head]]",
@@ -59,8 +59,8 @@ OUT_OF_ORDER = RuleDoc(
     code="PP114",
     title="layers are not in model order",
     explanation=(
-        "Stages run one after the other and each runs its layers in the order listed, so another order than the "
-        "model's computes another function."
+        "Stages run in sequence and each runs its layers in the listed order: another order than the model's "
+        "computes another function."
     ),
     wrong="model: {num_layers: 2}\nstages: [[embed, layer.1], [layer.0, norm, head]]",
     right="model: {num_layers: 2}\nstages: [[embed, layer.0], [layer.1, norm, head]]",
@@ -84,7 +84,7 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
 EMPTY = RuleDoc(
     code="PP115",
     title="a stage holds no layer",
-    explanation="An empty stage only hands tensors on: a rank and two transfers per micro-batch for nothing.",
+    explanation="An empty stage only passes tensors on: a rank and two transfers per micro-batch for nothing.",
     wrong="model: {num_layers: 1}\nstages: [[embed, layer.0, norm, head], []]",
     right="model: {num_layers: 1}\nstages: [[embed, layer.0], [norm, head]]",
 )
@@ -122,10 +122,9 @@ LAYER_NUMBERS = RuleDoc(
     code="PP117",
     title="the layers of the stages are not numbered as the model's",
     explanation=(
-        "What depends on a layer's number (scaling by depth, attention windows, checkpoint names, the kind of block "
-        "in a mixed model) needs the number in the whole model. Numbers that begin again on each stage, or an "
-        "offset of rank times layers per rank where stages are uneven, give two layers one number and leave others "
-        "out."
+        "Code that depends on a layer's number (scaling by depth, attention windows, checkpoint names, the kind of "
+        "block in a mixed model) needs the number in the whole model. Numbers that begin again on each stage, or an "
+        "offset of rank times layers per rank with uneven stages, give two layers one number and skip other numbers."
     ),
     wrong=_example(_TWO, "Facts(num_layers=2, layer_numbers=(LayerNumber(0, 0, 0), LayerNumber(1, 0, 0)))"),
     right=_example(_TWO, "Facts(num_layers=2, layer_numbers=(LayerNumber(0, 0, 0), LayerNumber(1, 0, 1)))"),
@@ -161,7 +160,7 @@ ROLE = RuleDoc(
     explanation=(
         "The first stage begins with the embedding and the last one ends with the loss, wherever the placement puts "
         "them: in a V schedule both are on rank 0. Code that asks for the first and last rank instead leaves the "
-        "stage without them, or computes a loss from what is no logit."
+        "stage without them, or computes a loss from values that are not logits."
     ),
     wrong=_example("rank 0: 0F0 3F0\nrank 1: 1F0 2F0", 'Facts(roles=(Role(0, "embedding"), Role(1, "loss")))'),
     right=_example("rank 0: 0F0 3F0\nrank 1: 1F0 2F0", 'Facts(roles=(Role(0, "embedding"), Role(0, "loss")))'),
@@ -191,10 +190,10 @@ def _check_roles(subject: Subject) -> Iterator[Finding]:
             )
 
 
-# 119, 120: random numbers are drawn from a key of (layer, micro-batch, region), the same where values are the same.
+# 119, 120: random numbers are drawn from a key of (layer, micro-batch, region), equal if the values are equal.
 #
 # Nothing here draws: a key represents the state of a generator, and equal keys
-# for equal numbers. The facts come from a person or a log (``RngFacts``).
+# give equal numbers. The facts come from a person or a log (``RngFacts``).
 
 
 def _draw_example(*draws: str) -> str:
@@ -215,7 +214,7 @@ REPLAY = RuleDoc(
     code="PP119",
     title="a recomputation draws other random numbers than its forward",
     explanation=(
-        "Recomputed activations are those of the forward only if dropout masks repeat: the generator's state must "
+        "Recomputed activations equal the forward's only if dropout masks repeat: the generator's state must "
         "be saved with the micro-batch and restored. Otherwise the backward belongs to another function than the "
         "forward, and the loss alone does not show it."
     ),

@@ -2,13 +2,13 @@
 
 Every element of a sent tensor has an identity (source rank, index in that
 rank's flattened local tensor). The identities are pushed through the lowered
-operations: a send carries a range, a receive places it, a gather joins what
-the members of its group received. The work grows with the number of ranges,
+operations: a send carries a range, a receive places it, a gather joins the
+received ranges of its group's members. The work grows with the number of ranges,
 never with the number of elements.
 
 Messages that end in one tensor, or that one gather joins, are an *event*.
-Micro-batches and replicas repeat the same events; ``events`` finds which are
-alike (``classes``), so that each kind is looked into once.
+Micro-batches and replicas repeat the same events; ``events`` groups equal
+events into ``classes``, and each class is examined once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DATA_SENDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Place of each rank of a graph in its tensor-parallel group, one entry per rank.
+    """Position of each rank of a graph in its tensor-parallel group, one entry per rank.
 
     ``index`` of ``size`` ranks; ranks with the same ``team`` are one group,
     and ranks with the same ``data_group`` work on the same micro-batches and parts
@@ -71,8 +71,8 @@ class Segment:
 class Delivery:
     """One boundary tensor in the receiver's memory when its consumer starts.
 
-    ``receive`` is the op id of its first RECV, ``sender`` the rank that this
-    message came from; ``copy`` is the number among the ranks that the
+    ``receive`` is the op id of its first RECV, ``sender`` the rank that sent
+    this message; ``copy`` is the number among the ranks that the
     receiver represents. ``segments`` are sorted by position; positions in no segment
     were never written.
     """
@@ -84,7 +84,7 @@ class Delivery:
 
 
 def gathers_of_receives(graph: OpGraph) -> IntColumn:
-    """For each op id: the GATHER that joins what this RECV brings, ``NONE`` for every other operation."""
+    """For each op id: the GATHER that joins the data of this RECV, ``NONE`` for other operations."""
     result = np.full(graph.num_ops, NONE, dtype=np.int64)
     receives, gathers = np.flatnonzero(graph.is_kind(DATA_RECEIVES)), np.flatnonzero(graph.is_kind(GATHER_KINDS))
     keys = _tensor_keys(graph, np.concatenate([receives, gathers]))
@@ -105,13 +105,13 @@ def _tensor_keys(graph: OpGraph, rows: IntColumn) -> IntColumn:
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """The events of a graph: which messages end together, and which events are alike.
+    """The events of a graph: which messages end together, and which events are equal.
 
-    Items are sorted by event; ``offsets[e] : offsets[e + 1]`` are those of
-    event ``e``. ``receive`` and ``gather`` are op ids, ``NONE`` where an item
-    has none. ``classes[e]`` is equal for events that differ in nothing but
-    their micro-batch and replica; events in which a receive has no matching
-    send have class ``NONE``.
+    Items are sorted by event; event ``e`` has the items
+    ``offsets[e] : offsets[e + 1]``. ``receive`` and ``gather`` are op ids,
+    ``NONE`` if an item has none. ``classes[e]`` is equal for events that differ
+    only in their micro-batch and replica; events in which a receive has no
+    matching send have class ``NONE``.
     """
 
     graph: OpGraph
@@ -163,7 +163,7 @@ class Events:
 
 
 def events(graph: OpGraph, places: Places) -> Events:
-    """Group the messages of a graph by where they end, and find the events that are alike. No Python work per row."""
+    """Group the messages of a graph by their final tensor, and classify these events. No Python work per row."""
     receives, gathers = np.flatnonzero(graph.is_kind(DATA_RECEIVES)), np.flatnonzero(graph.is_kind(GATHER_KINDS))
     gather_of = gathers_of_receives(graph)[receives]
     bare = np.setdiff1d(gathers, gather_of)  # gathers whose rank receives nothing for them
@@ -175,14 +175,14 @@ def events(graph: OpGraph, places: Places) -> Events:
     calls = packed(graph.group[gather], graph.position[gather])
     key = np.where(gather == NONE, alone, -2 - calls)
     send = np.where(receive == NONE, NONE, graph.match[receive])
-    send[~graph.is_kind(DATA_SENDS)[send] & (send != NONE)] = NONE  # a shape announcement is no tensor
+    send[~graph.is_kind(DATA_SENDS)[send] & (send != NONE)] = NONE  # a shape announcement is not a tensor
     order = np.lexsort((graph.start[row], send, graph.rank[row], key))
     receive, gather, send, row, key = (column[order] for column in (receive, gather, send, row, key))
     begins = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.empty(0, dtype=np.int64)
     offsets = np.append(begins, len(key))
     lengths = np.diff(offsets)
-    alike = _code(_item_columns(graph, places, receive, gather, send, row, np.repeat(begins, lengths)))
-    classes = _code_runs(alike, offsets)
+    codes = _code(_item_columns(graph, places, receive, gather, send, row, np.repeat(begins, lengths)))
+    classes = _code_runs(codes, offsets)
     unmatched = np.add.reduceat((receive != NONE) & (send == NONE), begins) if len(key) else begins
     return Events(graph, receive, gather, offsets, np.where(unmatched > 0, NONE, classes))
 
@@ -196,7 +196,7 @@ def _item_columns(
     row: IntColumn,
     first: IntColumn,
 ) -> list[IntColumn]:
-    """Everything about each item that its event's outcome depends on; ranks only by their place in their group."""
+    """All properties of an item that its event's outcome depends on; ranks only by their position in their group."""
     forms: dict[object, int] = {}
     form_of = [forms.setdefault((t.shape, t.dims, t.placement), len(forms)) for t in graph.tensors]
     form = np.array([*form_of, NONE], dtype=np.int64)[graph.tensor]
@@ -220,7 +220,7 @@ def _item_columns(
 
 
 def _places_in_group(graph: OpGraph, calls: IntColumn) -> IntColumn:
-    """For each collective (or ``NONE``) the place of its rank among the ranks of its group."""
+    """For each collective (or ``NONE``) the position of its rank in its group."""
     group = np.where(calls == NONE, NONE, graph.group[calls])
     used = [int(g) for g in np.unique(group) if g != NONE]
     if not used:
@@ -243,9 +243,9 @@ def _mixed(key: IntColumn, column: IntColumn) -> IntColumn:
 
 
 def _code(columns: list[IntColumn]) -> IntColumn:
-    """One small number per row, equal exactly where all columns are equal.
+    """One small number per row, equal if and only if all columns are equal.
 
-    Rows are sorted by a hash of 64 bits; what has the same hash is then compared column by column.
+    Rows are sorted by a hash of 64 bits; rows with equal hashes are then compared column by column.
     """
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:

@@ -66,14 +66,14 @@ class Selection:
 
 
 ALL_RULES = Selection()
-"""Leaves nothing out: only then can a certificate come of a check."""
+"""All rules: a check without one of them gives no certificate."""
 
 
 def parse_codes(texts: Iterable[str], rule_codes: Sequence[str]) -> tuple[str, ...]:
-    """The beginnings of codes that comma-separated lists such as ``PP401,3xx`` name.
+    """The prefixes of codes that comma-separated lists such as ``PP401,3xx`` name.
 
     Raises:
-        ValueError: an entry is not a code, or no code of ``rule_codes`` begins so; the message names similar codes.
+        ValueError: an entry is not a code, or not a prefix in ``rule_codes``; the message names similar codes.
     """
     return tuple(_beginning(part.strip(), rule_codes) for text in texts for part in text.split(","))
 
@@ -81,7 +81,7 @@ def parse_codes(texts: Iterable[str], rule_codes: Sequence[str]) -> tuple[str, .
 def _beginning(text: str, rule_codes: Sequence[str]) -> str:
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no code; examples: PP401, PP40, 4xx")
+        raise ValueError(f"{text!r} is not a code; examples: PP401, PP40, 4xx")
     digits = next(group for group in match.groups() if group is not None)
     beginning = f"PP{digits}"
     if any(code.startswith(beginning) for code in rule_codes):
@@ -95,7 +95,7 @@ def _beginning(text: str, rule_codes: Sequence[str]) -> str:
 
 IMPOSSIBLE = RuleDoc(
     code="PP150",
-    title="a suppression names what cannot be suppressed",
+    title="a suppression names a code that cannot be suppressed",
     explanation=(
         "A plan can declare a warning or note of `check` as known and intended. An error cannot be "
         "suppressed: the plan would hang or compute something else, and a reason does not change that "
@@ -113,8 +113,8 @@ UNUSED = RuleDoc(
     severity="note",
     explanation=(
         "No warning or note with this code was found that another entry had not taken already. The "
-        "plan has changed since, or the code is not the one that was meant; an entry that stays would "
-        "hide the finding when it comes back for another reason. The note does not come where the "
+        "plan has changed since, or the code is not the intended one; a leftover entry would "
+        "hide the finding when it comes back for another reason. The note does not appear if the "
         "code's rule did not run (`--select`, `--ignore`)."
     ),
     wrong="transport: full\nsuppress: [{code: PP202, reason: the same file serves larger topologies}]",
@@ -136,7 +136,7 @@ class Suppressed:
 def suppress(
     subject: Subject, findings: Sequence[Finding], docs: Mapping[str, RuleDoc], run: Collection[str]
 ) -> tuple[tuple[Finding, ...], tuple[Suppressed, ...]]:
-    """Set aside what the plan suppresses.
+    """Set aside the findings that the plan suppresses.
 
     Args:
         subject: a plan with its suppressions; a graph alone has none.
@@ -176,7 +176,7 @@ def _impossible(code: str, doc: RuleDoc | None, docs: Mapping[str, RuleDoc], ori
     return IMPOSSIBLE.finding(
         f"no rule of `check` has the code {code}",
         location=origin,
-        help=f"what can be suppressed: {listed(sorted(possible))}",
+        help=f"codes that can be suppressed: {listed(sorted(possible))}",
     )
 
 

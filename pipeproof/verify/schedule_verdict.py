@@ -41,7 +41,7 @@ class ScheduleVerdict:
 
     @property
     def reason(self) -> str:
-        """Why, in a sentence without a stop."""
+        """The reason, in a sentence without a full stop."""
         match self.outcome:
             case Outcome.WRONG:
                 return "; ".join(f"{error.code}: {error.message}" for error in self.errors)
@@ -55,7 +55,7 @@ class ScheduleVerdict:
 
 
 def check_schedule(plan: LoadedPlan) -> ScheduleVerdict:
-    """Check a plan by every rule; only what is wrong or conditional counts.
+    """Check a plan by every rule; only errors and conditional deadlocks count.
 
     Raises:
         PlanFileError: the schedule does not exist for the plan's sizes.

@@ -78,7 +78,7 @@ class ComputeTable:
         return [int(op_id) for op_id in self.rows[order[starts[entry] : starts[entry + 1]]]]
 
     def find(self, rank: IntColumn, stage: IntColumn, work_item: IntColumn) -> IntColumn:
-        """The entry at each of these places, ``NONE`` where nothing is computed; all arrays of one length."""
+        """The entry for each (rank, stage, work item), ``NONE`` if nothing is computed; all arrays of one length."""
         num_stages, num_work_items, keys = self._index
         inside = (stage >= 0) & (stage < num_stages) & (work_item >= 0) & (work_item < num_work_items)
         if not len(keys):
@@ -160,7 +160,7 @@ class Subject:
 
     ``lowered`` is the plan that the graph comes from, None for a graph that
     was made in Python and is checked alone. ``source`` is None for plans made
-    in Python. ``origins`` are the places of rows that were read from a file,
+    in Python. ``origins`` are the locations of rows that were read from a file,
     by the graph's ``origin`` column. ``facts`` are stated by a person in
     addition to the graph.
     """
@@ -189,7 +189,7 @@ class Subject:
         return replace(self, graph=graph, lowered=lowered)
 
     def unfolded(self) -> Subject:
-        """The same subject with every rank standing for itself, as processes run it.
+        """The same subject with every rank represented by itself, as processes run it.
 
         Raises:
             BadPlanError: PP116, all ranks together have too many operations.
@@ -213,7 +213,7 @@ class Subject:
 
     @cached_property
     def stage_owners(self) -> Mapping[int, tuple[int, ...]]:
-        """The graph's ranks that compute each stage: as the plan places it, else those that do."""
+        """The graph's ranks that compute each stage: by the plan's placement, else by their programs."""
         graph = self.graph
         if self.lowered is not None:
             return {
@@ -250,13 +250,13 @@ class Subject:
         return cast("_Fact", self._found[find])
 
     def locate(self, *path: str | int) -> Location | None:
-        """The place of a plan key, or of its nearest parent that the file has."""
+        """The location of a plan key, or of its nearest parent in the file."""
         return self.source.locate(path) if self.source is not None else None
 
     def placed(self, finding: Finding) -> Finding:
-        """The finding at the file place of the first operation of its witness that was read from a file.
+        """The finding with the location of the first operation of its witness that was read from a file.
 
-        Where all of them are missing, that is the end of the program that lacks the first.
+        If all of them are missing, the location is the end of the program that lacks the first.
         """
         witness = finding.witness
         if not self.origins or not isinstance(witness, CycleWitness | OpsWitness):
@@ -280,7 +280,7 @@ class Subject:
         shown = ("pp",) if folded else ("pp", "dp", "tp", "cp", "ep")
         parts = [f"{axis} {coords[axis]}" for axis in shown if mesh.size(axis) > 1]
         if folded:
-            parts.append(f"and {mesh.num_ranks // mesh.size('pp') - 1} more alike")
+            parts.append(f"and {mesh.num_ranks // mesh.size('pp') - 1} more like it")
         return f"rank {global_rank} ({', '.join(parts)})" if parts else f"rank {global_rank}"
 
     def witness_op(self, op_id: int) -> WitnessOp:
@@ -293,7 +293,7 @@ class Subject:
 
 
 def missing_op(rank: int, op: Op) -> WitnessOp:
-    """An operation that should be in a rank's program and is not."""
+    """An operation that is missing in a rank's program."""
     return WitnessOp(rank, str(op))
 
 
@@ -343,7 +343,7 @@ def load_program(path: Path, *, backend: BackendTable | None) -> Subject:
     """Subject of the programs of a file; rules that need a plan do not apply.
 
     Raises:
-        ScheduleFileError: PP130 to PP133, PP136, PP138, the file cannot be read or is no program.
+        ScheduleFileError: PP130 to PP133, PP136, PP138, the file cannot be read or is not a program.
     """
     return program_subject(read_schedule_text(path), file=str(path), backend=backend)
 
@@ -354,7 +354,7 @@ def program_subject(
     """Subject of the programs of a text; ``file`` is the name in locations, ``facts`` are additional facts.
 
     Raises:
-        ScheduleFileError: PP131 to PP133, PP136, PP138, the text is no program.
+        ScheduleFileError: PP131 to PP133, PP136, PP138, the text is not a program.
     """
     from pipeproof.schedule.formats.schedule_size_checks import RawSchedule, check_splits
     from pipeproof.schedule.formats.text_form import parse_program

@@ -48,7 +48,7 @@ def test_stages_that_are_alike_are_each_checked_where_one_of_them_is_wrong():
     base = subject(model={"num_layers": 4}, topology={"pp": 4, "dp": 2})
     found = diagnose(mutated(base, drop("1REDUCE_GRAD:dp", "2REDUCE_GRAD:dp")))
     assert {problem.stage for problem in found} == {1, 2}
-    assert {(problem.rank, *problem.alike) for problem in found} == {(2, 3), (4, 5)}
+    assert {(problem.rank, *problem.other_ranks) for problem in found} == {(2, 3), (4, 5)}
 
 
 def test_each_rank_is_checked_where_one_does_otherwise():
@@ -58,7 +58,7 @@ def test_each_rank_is_checked_where_one_does_otherwise():
     found = diagnose(mutated(plan(), first_only))
     assert {problem.cause.value for problem in found} == {"PP605"}
     assert {problem.rank for problem in found} >= {0}
-    assert {problem.alike for problem in found} == {()}
+    assert {problem.other_ranks for problem in found} == {()}
 
 
 def test_as_many_ranks_as_the_grid_has_places_need_not_be_on_all_of_them():
@@ -90,7 +90,7 @@ def test_a_rank_that_adds_otherwise_is_checked_for_itself():
     assert own(model(right, facts(BIAS), dp=2)) == set()
     for place, ranks in enumerate(((wrong, right), (right, wrong))):
         found = [one for one in diagnose(model("\n".join(ranks), facts(BIAS), dp=2)) if one.cause.value == "PP605"]
-        assert [(one.rank, one.alike) for one in found] == [(place, ())]
+        assert [(one.rank, one.other_ranks) for one in found] == [(place, ())]
 
 
 def test_stages_that_do_the_same_are_each_named_for_their_own_rows():

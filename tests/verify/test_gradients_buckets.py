@@ -159,7 +159,7 @@ def test_the_parameters_of_calls_by_their_names_numbers_sizes_and_places(numels,
 def test_calls_that_no_parameter_is_left_for_are_strays_each(calls, unexpected):
     one = of_calls(sized(a=8, b=8), "0 @dp range=0..8", "1 @dp range=0..8", *calls, dp=2, cp=1)
     assert wrong(one) == ({(UNEXPECTED, "")} if unexpected else set())
-    found = [(one.graph.ops[problem.ops[0]].index, problem.rank, problem.alike) for problem in diagnose(one)]
+    found = [(one.graph.ops[problem.ops[0]].index, problem.rank, problem.other_ranks) for problem in diagnose(one)]
     assert found == [(int(number), 0, (1,)) for number in unexpected]
 
 

@@ -118,7 +118,7 @@ def test_index_maps(name):
 def test_a_wrong_expert_is_named_with_both_ranks():
     _, wrong, _ = MAPS["results are taken back for other experts"]
     assert [found.message for found in check_subject(with_facts(**wrong)).findings] == [
-        "`experts`: rank 0 computes block 0 of rank 1 with expert 0, and rank 1 takes the result for that of expert 2"
+        "`experts`: rank 0 computes block 0 of rank 1 with expert 0, and rank 1 takes it for the result of expert 2"
     ]
 
 

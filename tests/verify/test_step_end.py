@@ -139,7 +139,7 @@ WRONG = {
     "one weight is left out": (
         (drop("0GATHER_WEIGHT:dp/3."),), "0STEP updates a share of `layer.0.attn.wq.weight`, and nothing gathers",
     ),
-    "before the step": ((moved("0GATHER_WEIGHT", "0STEP"),), "comes before 0STEP, which updates what it gathers"),
+    "before the step": ((moved("0GATHER_WEIGHT", "0STEP"),), "comes before 0STEP, which updates its elements"),
     "a share too short": ((changed("1GATHER_WEIGHT:dp/2.", stop=3),), "puts in 3 elements of a share of"),
 }  # fmt: skip
 

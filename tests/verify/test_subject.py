@@ -81,7 +81,7 @@ def test_a_graph_alone_represents_no_other_ranks():
 
 def test_a_rank_of_a_folded_plan_is_named_with_the_number_of_its_like():
     folded = subject(model={"num_layers": 8}, topology={"pp": 8, "tp": 4, "dp": 16}, schedule={"num_micro_batches": 32})
-    assert folded.coords_text(1) == f"rank {folded.graph.global_rank[1]} (pp 1, and 63 more alike)"
+    assert folded.coords_text(1) == f"rank {folded.graph.global_rank[1]} (pp 1, and 63 more like it)"
     unfolded = subject(topology={"pp": 2, "dp": 2, "tp": 2})
     assert unfolded.coords_text(7) == "rank 7 (pp 1, dp 1, tp 1)"
     assert unfolded.unfolded() is unfolded

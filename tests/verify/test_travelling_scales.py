@@ -75,7 +75,7 @@ def test_the_program_of_two_stages_is_refused_without_facts_at_the_send():
     assert (finding.code, finding.location.line) == ("PP606", 2)
     assert "1SEND_B0" in finding.witness.ops[0].op
     assert "`weights of stage 1`" in finding.message
-    assert "in that of `weights of stage 0`" in finding.message
+    assert "in the update of `weights of stage 0`" in finding.message
 
 
 @pytest.mark.parametrize("op", ["1I0", "1SEND_B0", "0RECV_B0"])

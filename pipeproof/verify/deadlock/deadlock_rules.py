@@ -33,10 +33,10 @@ _NAMED = 6
 _LEFT_OUT = ".."
 
 _NEIGHBOURS = 1
-"""Operations shown on either side of one of the cycle."""
+"""Operations shown before and after each operation of the cycle."""
 
 _SMALL_GAP = 2
-"""Operations between two that are shown, up to which they are shown, too."""
+"""Gaps of up to this many operations are shown, too."""
 
 
 def cycle_witness(subject: Subject, ops: Sequence[int]) -> CycleWitness:
@@ -93,8 +93,8 @@ NEVER = RuleDoc(
     code="PP402",
     title="a rank waits for an operation that never completes",
     explanation=(
-        "The operation that is waited for has no counterpart, is posted only later in the program, or was waited "
-        "for already; or a member of the group never issues the collective."
+        "The awaited operation has no counterpart, is posted only later in the program, or was already waited "
+        "for; or a member of the group never issues the collective."
     ),
     wrong=("rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: WAIT(1RECV_F0) 1RECV_F0{peer=0} 1F0"),
     right=("rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
@@ -112,7 +112,7 @@ def check_never(subject: Subject) -> Iterator[Finding]:
 
 
 def _never_done(graph: OpGraph, model: ChannelModel) -> BoolColumn:
-    """By operation, with one place more for NONE: transfers that need a counterpart that is not there."""
+    """By operation, with an additional entry for NONE: transfers that lack a necessary counterpart."""
     alone = (graph.channel != NONE) & (graph.match == NONE)
     is_send = graph.is_kind(SEND_KINDS)
     if model.completes == "eager":
@@ -175,7 +175,7 @@ def _not_joined(subject: Subject) -> Iterator[Finding]:
 
 
 def _crossing(order: str) -> str:
-    """The second activation is waited for by its sender, and received before or after a wait for a gradient."""
+    """The sender waits for the second activation, which is received before or after a wait for a gradient."""
     return (
         "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1) 0RECV_B0{peer=1} WAIT(0RECV_B0) 0B0 "
         "WAIT(0SEND_F0) 0RECV_B1{peer=1} WAIT(0RECV_B1) 0B1\n"
@@ -207,11 +207,11 @@ CONDITIONAL = RuleDoc(
         "named models it does: two ranks each have a transfer in their FIFO before the one that the other waits for. "
         "1F1B is such a schedule, since a forward send and a backward receive cross; frameworks issue them as one "
         "batch. `transport: {recv_order: send_order}` puts all transfers into one order, which is safe under every "
-        "model. A schedule with transfers of its own issues those that cross as one batch instead. A plan that names "
+        "model. A schedule with transfers of its own issues crossing transfers as one batch instead. A plan that names "
         "its framework (`run.backend`), or the FIFO of another runtime that is to execute it (`transport.queue`), is "
-        "for that one, which posts the transfers as the plan does: there is no note. Nor is there one where a rank "
-        "waits forever on every backend (PP402). The witness, with `--all`, is a shortest cycle under the first model "
-        "named."
+        "for that runtime, which posts the transfers as the plan does: there is no note. There is also no note if a "
+        "rank waits forever on every backend (PP402). The witness, with `--all`, is a shortest cycle under the first "
+        "model named."
     ),
     wrong="schedule: {kind: 1f1b}",
     right="schedule: {kind: 1f1b}\ntransport: {recv_order: send_order}",
@@ -224,7 +224,7 @@ DEVICE = RuleDoc(
     code="PP412",
     title="communication of several communicators is issued in orders that block one another",
     explanation=(
-        "On a GPU, a communication kernel occupies the device until its peers come. Kernels of other communicators "
+        "On a GPU, a communication kernel occupies the device until its peers arrive. Kernels of other communicators "
         "and streams have no guarantee of running at the same time, so ranks that issue communication in different "
         "orders can hang although each communicator alone is in order. An error if the backend's table states that a "
         "device executes its communication in issue order, else a warning. Issue it in one order on all ranks, "
@@ -238,8 +238,8 @@ FIRST_USE = RuleDoc(
     code="PP413",
     title="connections that open at first use make ranks wait for each other in a cycle",
     explanation=(
-        "Where connections are opened at first use, the first transfer of a channel, or the first collective of a "
-        "group, is a meeting that holds the hosts of its members, even if the call itself does not block. A receive "
+        "If connections are opened at first use, the first transfer of a channel, or the first collective of a "
+        "group, blocks the hosts of its members until all arrive, even if the call itself does not block. A receive "
         "that is posted early then keeps its rank from sending what the peer needs first. An error if the plan "
         "has `transport: {connections: lazy}`; a warning for a program alone, which cannot declare it, and for "
         "`connections: per_pair`, where a communicator is made for each pair of ranks and hangs were seen. Open every "
@@ -295,7 +295,7 @@ def _check_first_use(subject: Subject) -> Iterator[Finding]:
 
 
 def _check_pairs(subject: Subject) -> Iterator[Finding]:
-    """Warn of communicators for pairs of ranks, made while transfers are under way: no order shows the hang."""
+    """Warn about communicators for pairs of ranks, made while transfers are under way: no order shows the hang."""
     if subject.lowered is None or subject.lowered.spec.transport.connections != "per_pair":
         return
     pp = subject.lowered.spec.topology.pp
@@ -340,9 +340,9 @@ def _help(subject: Subject, model: ChannelModel, ops: Sequence[int]) -> str:
             return f"close the batch of {one} before {other}, the next message of its channel, or put both into it"
     if subject.graph.num_ops > LARGEST:
         return (
-            f"reorder the operations of {ranks_text(subject, ops)} so that one of them comes to what the other waits "
-            f"for first; changes are tried and proved for up to {LARGEST} operations: check the plan with fewer "
-            "micro-batches"
+            f"reorder the operations of {ranks_text(subject, ops)}: one of them must first come to the operation that "
+            f"the other waits for; changes are tried and proved for up to {LARGEST} operations: check the plan with "
+            "fewer micro-batches"
         )
     change = suggest_fix(subject, model)
     if change is None:

@@ -39,7 +39,7 @@ def cyclic_part(waits: WaitGraph) -> BoolColumn:
 
 
 def _never_freed(source: IntColumn, target: IntColumn, num_nodes: int) -> BoolColumn:
-    """Nodes that remain when nodes that nothing holds are taken away, with their waits, as long as there are any."""
+    """Nodes that remain after repeatedly removing nodes that wait for nothing, with their waits."""
     waiting = np.bincount(target, minlength=num_nodes)
     order = np.argsort(source, kind="stable")
     followers = target[order].tolist()
@@ -56,10 +56,10 @@ def _never_freed(source: IntColumn, target: IntColumn, num_nodes: int) -> BoolCo
 
 
 def shortest_cycle(waits: WaitGraph, part: BoolColumn) -> list[int]:
-    """The waits of a cycle with as few of them as there are, each waiting for the next, as places in ``waits``.
+    """The waits of a cycle with as few waits as possible, each waiting for the next, as indices into ``waits``.
 
-    ``part`` is the cyclic part, with a cycle in it. In a knot of waits too
-    large to search through, the shortest of the cycles that were met.
+    ``part`` is the cyclic part, with a cycle in it. If a knot of waits is too
+    large to search, the shortest cycle that was met.
     """
     short = _one_or_two_waits(waits, np.flatnonzero(part))
     if short:
@@ -81,7 +81,7 @@ def shortest_cycle(waits: WaitGraph, part: BoolColumn) -> list[int]:
 
 
 def _one_or_two_waits(waits: WaitGraph, part: IntColumn) -> list[int]:
-    """Two nodes that wait for each other, or one for itself, as the waits between them; empty if there are none."""
+    """The waits of two nodes for each other, or of one for itself; empty if there are none."""
     source, target = waits.source[part], waits.target[part]
     itself = np.flatnonzero(source == target)
     if len(itself):
@@ -130,10 +130,10 @@ _SEARCHED_WHOLE = 20_000
 """Operations up to which a whole graph is searched for its shortest cycle."""
 
 _FURTHER = 4
-"""The first cycle is often a long one around all ranks; this many times the rows have the short ones after it."""
+"""The first cycle is often a long one around all ranks; this many times its rows include short ones."""
 
 _PART = 16
-"""Of a large graph, that part of each rank's program is looked at first: most deadlocks are there."""
+"""In a large graph, this part of each rank's program is searched first: most deadlocks are there."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ class DeadlockChecker:
     def _covered(self, safe: list[ChannelModel], model: ChannelModel) -> bool:
         """Return True if a model that is known to be safe has all waits of this one.
 
-        An eager buffer with room for any one message holds a send back no
-        longer than one slot does.
+        An eager buffer with room for any one message delays a send no longer
+        than one slot does.
         """
         if any(other.covers(model) for other in safe):
             return True
@@ -235,8 +235,8 @@ def _enough_rows(graph: OpGraph, model: ChannelModel) -> int | None:
 def blamed(graph: OpGraph, declared: ChannelModel) -> tuple[ChannelModel, Fault]:
     """Cause of a deadlock under the declared model: (model of the witness, promise at fault).
 
-    The promise is ``connections`` or ``device`` where the deadlock goes
-    without it alone, else ``queue``.
+    The promise is ``connections`` or ``device`` if the deadlock disappears
+    without it, else ``queue``.
     """
     warm = replace(declared, connections="warm")
     if declared.connections == "lazy" and not deadlocks(graph, warm):
@@ -263,13 +263,13 @@ def declared_deadlock(subject: Subject) -> tuple[ChannelModel, Fault] | None:
 
 
 def conditions(subject: Subject) -> tuple[ChannelModel, ...]:
-    """The models under which a subject deadlocks that does not as declared; none where it does."""
+    """The models under which a subject deadlocks; none if it already deadlocks as declared."""
     verdict = subject.once(_verdict)
     return () if verdict.declared else verdict.failing
 
 
 def opened_late(subject: Subject) -> ChannelModel | None:
-    """The declared model with connections opened at first use, where that deadlocks and nothing rules it out."""
+    """The declared model with connections opened at first use, if it deadlocks and nothing rules it out."""
     if subject.lowered is not None or subject.once(_verdict).declared:
         return None
     model = replace(promised(subject), connections="lazy")

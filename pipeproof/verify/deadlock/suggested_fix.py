@@ -1,10 +1,10 @@
 """Suggested fix of a deadlock: a change found by search, accepted only if the changed graph is proved.
 
-The cycle shows where: on each of its ranks some operation waits for an
-earlier one. Changes are to wait later, to issue the two the other way round,
-or to make one call of both; at one place, or at every place of the rank that
-looks alike. A change may not carry an operation past what works on the same
-stage and micro-batch, nor past what touches its buffers.
+The cycle shows the ranks: on each of them an operation waits for an earlier
+one. Changes are to wait later, to exchange the two operations, or to make one
+call of both; at one position, or for every equal pair of the rank. A change may
+not move an operation past others of the same stage and micro-batch, nor past
+uses of its buffers.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Draft:
 def suggest_fix(subject: Subject, model: ChannelModel) -> str | None:
     """Changes after which the graph does not deadlock under the model, in words; None if none was found.
 
-    The changed graph is checked again: no cycle of waits, and no finding of
-    the matching rules that was not there before.
+    The changed graph is checked again: no cycle of waits, and no new finding of
+    the matching rules.
     """
     if subject.graph.num_ops > LARGEST:
         return None
@@ -67,7 +67,7 @@ class _Search:
         self._tries_left = _MOST_WORK // max(1, subject.graph.num_ops)
 
     def run(self) -> _Draft | None:
-        """Better one change at a time, until there is no deadlock or nothing helps."""
+        """Improve by one change at a time, until there is no deadlock or nothing helps."""
         graph = self._graph
         draft = _Draft(tuple(tuple(graph.rank_ops(rank)) for rank in range(graph.num_ranks)), {})
         left = self._left(graph)
@@ -158,13 +158,13 @@ def _codes(subject: Subject) -> Counter[str]:
 
 
 def _pattern(op: Op) -> Op:
-    """An operation without its micro-batch: equal for operations that look alike."""
+    """An operation without its micro-batch."""
     return op._replace(micro_batch=None, split=None, target=None if op.target is None else _pattern(op.target))
 
 
 @dataclass(frozen=True)
 class _Move:
-    """One operation to be moved next to another of its rank, or each one like it next to the nearest like that."""
+    """One operation to be moved next to another of its rank, or each equal one next to its nearest anchor."""
 
     graph: OpGraph
     rows: Sequence[Row]
@@ -176,14 +176,14 @@ class _Move:
         rank = int(self.graph.rank[self.op_id])
         program = list(draft.programs[rank])
         step = 1 if program.index(self.anchor) > program.index(self.op_id) else -1
-        alike = [self.op_id]
+        moving = [self.op_id]
         if everywhere:
             expected = _pattern(self.rows[self.op_id].op)
-            alike = [i for i in program if _pattern(self.rows[i].op) == expected]
-        ends = [self._end(program, op_id, step, beyond=beyond, everywhere=everywhere) for op_id in alike]
+            moving = [i for i in program if _pattern(self.rows[i].op) == expected]
+        ends = [self._end(program, op_id, step, beyond=beyond, everywhere=everywhere) for op_id in moving]
         if all(end is None for end in ends):
             return None
-        for op_id, end in zip(alike, ends, strict=True):
+        for op_id, end in zip(moving, ends, strict=True):
             if end not in (None, op_id):  # it may be there already
                 program.remove(op_id)
                 program.insert(program.index(end) + (step > 0), op_id)
@@ -191,7 +191,7 @@ class _Move:
         return replace(draft, programs=programs)
 
     def _end(self, program: list[int], op_id: int, step: int, *, beyond: bool, everywhere: bool) -> int | None:
-        """The operation next to which one is put, if it may pass all before it."""
+        """The operation to put it next to, if it may pass all operations in between."""
         expected = _pattern(self.rows[self.anchor].op)
         before = op_id
         for position in range(program.index(op_id) + step, len(program) if step > 0 else -1, step):
@@ -227,7 +227,7 @@ class _Move:
         return bool((ends and same_side) or (graph.group[op_id] != NONE and graph.group[op_id] == graph.group[other]))
 
     def _buffers(self, op_id: int) -> set[str]:
-        """The buffers of an operation; those of a wait are the ones of the transfer that it ends."""
+        """The buffers of an operation; for a wait, the buffers of its transfer."""
         ended = int(self.graph.waits_for[op_id])
         return _buffers(self.rows[op_id if ended == NONE else ended])
 

@@ -1,11 +1,11 @@
 """The waits of a graph on whole columns, for graphs of any size.
 
-They are those of the definition, ``tests/verify/deadlock_definition.py``.
+The definition of the waits is in ``tests/verify/deadlock_definition.py``.
 
-Compute cannot block, so it has no node, except parts next to a collective.
-What remains is contracted: the two ends of a pair at rendezvous are done together and share a node, as do the
-members of a collective; a post has a node (a *gate*) only where more than one
-done follows it. Everything is numpy on columns, linear in rows but for sorts.
+Compute cannot block and has no node, except parts next to a collective. The
+rest is contracted: the two ends of a pair at rendezvous are done together and
+share a node, as do the members of a collective; a post has a node (a *gate*)
+only if several dones follow it. Everything is numpy on columns, linear in rows but for sorts.
 
 Nodes are numbers in blocks as long as the graph has operations: done of an
 operation, gate of an entry, close of a batch (all members done), then the
@@ -29,12 +29,12 @@ from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, TRANSFER_KINDS,
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Transfers, collectives over a group, WAITs, what they wait for, members of calls, and parts next to collectives.
+    """Transfers, collectives over a group, WAITs and their targets, members of calls, and parts next to collectives.
 
-    ``op`` are op ids in order; the other columns have an entry for each of
-    them. ``place`` is the op id of the last member of the row's call, its own
-    without one. ``call`` is the result of ``calls_of`` for every operation
-    of the graph; ``here`` is the mask of the operations that are rows.
+    ``op`` are op ids in order; the other columns have an entry for each op id.
+    ``place`` is the op id of the last member of the row's call, or its own.
+    ``call`` is the result of ``calls_of`` for every operation of the graph;
+    ``here`` is the mask of the operations that are rows.
     """
 
     graph: OpGraph
@@ -89,10 +89,10 @@ def rows_of(graph: OpGraph, first: int | None = None) -> Rows:
 
 
 def early_transfers(rows: Rows) -> tuple[IntColumn, IntColumn]:
-    """(early transfers, those whose messages are just before theirs on their channels) as op ids.
+    """(early transfers, the transfers whose messages are just before theirs on their channels) as op ids.
 
-    A transfer is early if the call that has the message before its own is
-    closed behind it; ``comm.channel_models`` describes the consequence.
+    A transfer is early if the call with the message before its own is closed
+    after it; ``comm.channel_models`` describes the consequence.
     """
     moved = np.flatnonzero(rows.is_transfer)
     if not rows.batched[moved].any():
@@ -105,7 +105,7 @@ def early_transfers(rows: Rows) -> tuple[IntColumn, IntColumn]:
 
 
 def _beginnings(graph: OpGraph, calls: IntColumn, first: int | None) -> IntColumn:
-    """Op ids of the first rows of each rank, fewer where a call would be cut; with None, of all."""
+    """Op ids of the first rows of each rank, fewer if a call would be cut; with None, all rows."""
     if first is None:
         return np.arange(graph.num_ops)
     starts, stops = graph.offsets[:-1], np.minimum(graph.offsets[:-1] + first, graph.offsets[1:])
@@ -139,9 +139,9 @@ _Waits = tuple[IntColumn, IntColumn, IntColumn, IntColumn]
 class WaitGraph:
     """Waits as edges between nodes: ``target`` waits for ``source``.
 
-    ``after`` and ``before`` are the operations that an edge is about, as a
-    person reads it: ``after`` waits for ``before``. NONE where the node at
-    that end is no operation, but the begin or end of a call.
+    ``after`` and ``before`` are the operations of an edge, as a person reads
+    it: ``after`` waits for ``before``. NONE if the node at that end is not an
+    operation, but the begin or end of a call.
     """
 
     def __init__(self, parts: Sequence[_Waits]) -> None:
@@ -171,9 +171,9 @@ def wait_graph(rows: Rows, model: ChannelModel) -> WaitGraph:
 class _Entries:
     """Entries of all ranks in the order in which they are issued, openings included, as columns.
 
-    ``into`` and ``out`` are the nodes that what it follows leads to and that
-    what follows it comes from; ``op`` is the operation that represents an
-    entry, NONE for a batch and an opening.
+    ``into`` leads to an entry: the node that its predecessors point to.
+    ``out`` is the node that its successors come from; ``op`` is the operation
+    that represents an entry, NONE for a batch and an opening.
     """
 
     rank: IntColumn
@@ -193,7 +193,7 @@ class _Writing:
         self.node = self._merged()
         self.opened, self.connection = self._first_uses()
         self.plain = not len(self.opened) and not rows.batched.any()
-        """True if each row is an entry of its own and nothing else is one."""
+        """True if each row is an entry of its own and there are no other entries."""
         self.entries = self._make_entries()
         self.entry = np.arange(len(rows.op)) if self.plain else np.searchsorted(self._at, 2 * rows.place + 1)
 
@@ -214,7 +214,7 @@ class _Writing:
         return node
 
     def _first_uses(self) -> tuple[IntColumn, IntColumn]:
-        """(rows, as places in ``rows``, that open a connection; its number), where connections are lazy."""
+        """(rows that open a connection, as indices into ``rows``; its number), if connections are lazy."""
         rows, graph = self.rows, self.graph
         if self.model.connections == "warm":
             return rows.op[:0], rows.op[:0]
@@ -227,7 +227,7 @@ class _Writing:
         return using[chosen], number[chosen]
 
     def _make_entries(self) -> _Entries:
-        """Entries in order of place; openings are just before the entry that needs them."""
+        """Entries in program order; an opening is just before the entry that needs it."""
         graph, rows, (_, gate, close, opens, opened, _) = self.graph, self.rows, self._blocks
         buffered = self.model.completes != "rendezvous"
         if self.plain:
@@ -289,7 +289,7 @@ class _Writing:
         return entry if self.plain else np.union1d(entry, openings)
 
     def _follow_last(self, among: IntColumn, entry: IntColumn) -> None:
-        """Entries follow the last before them among some of their rank."""
+        """Entries follow the last of ``among`` before them on their rank."""
         last = np.searchsorted(among, entry) - 1
         there = last >= 0
         entry, last = entry[there], among[last[there]]

@@ -20,7 +20,7 @@ Powers = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A sum of terms ``fraction * size^power * ..``; equal exactly where the same for all sizes."""
+    """A sum of terms ``fraction * size^power * ..``; equal if and only if the values are equal for all sizes."""
 
     terms: tuple[tuple[Powers, Fraction], ...]
 
@@ -42,7 +42,7 @@ class Coefficient:
 
     @cached_property
     def inverse(self) -> Coefficient:
-        """One over this.
+        """The reciprocal.
 
         Raises:
             ZeroDivisionError: this is zero.
@@ -57,13 +57,13 @@ class Coefficient:
 
     @property
     def number(self) -> Fraction | None:
-        """The value, where no named size is in it."""
+        """The value; None if it has a named size."""
         if not self.terms:
             return Fraction(0)
         return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
 
     def where(self, name: str, value: Coefficient) -> Coefficient:
-        """This with a size replaced."""
+        """The coefficient with a size replaced."""
         result = ZERO
         for powers, factor in self.terms:
             term = Coefficient(((tuple(p for p in powers if p[0] != name), factor),))
@@ -141,10 +141,10 @@ def parse_scale(text: str) -> dict[str, Factors]:
 
 
 def single_product(text: str) -> Factors:
-    """Read the scale of a row that is no forward.
+    """Read the scale of a row that is not a forward.
 
     Raises:
-        ValueError: the text is no product, or names a loss.
+        ValueError: the text is not a product, or names a loss.
     """
     parsed = parse_scale(text)
     if set(parsed) != {""}:
@@ -169,13 +169,13 @@ def _product(product: str, text: str) -> Factors:
     return tuple(factors)
 
 
-# Scales of gradients on their way to earlier stages: what I, SEND_B and RECV_B multiply by.
+# Scales of gradients on their way to earlier stages: the factors of I, SEND_B and RECV_B.
 #
-# The gradient of a loss goes from the stage of the loss to the stage before,
-# and so on to the first stage. A scale on this way is a factor of everything
-# that the stages behind it add for that micro-batch. The way is that of the
-# data: from the rank that computes a stage, by the message that it sends, to
-# the rank that receives it, or to the stage before on the same rank.
+# The gradient of a loss goes from the stage of the loss to the previous stage,
+# and so on to the first stage. A scale on this way is a factor of all
+# contributions of earlier stages for that micro-batch. The way follows the data:
+# from the rank that computes a stage, by the message that it sends, to the rank
+# that receives it, or to the previous stage on the same rank.
 
 
 TRAVELLING = frozenset({OpKind.BACKWARD_INPUT, OpKind.SEND_BACKWARD, OpKind.RECV_BACKWARD})
@@ -253,7 +253,7 @@ class TravellingScales:
 
     @cached_property
     def _sends(self) -> _Table:
-        """One of several messages for one stage and micro-batch: one that changes the gradient."""
+        """The send for each stage and micro-batch; of several messages, one that changes the gradient."""
         graph = self.graph
         rows = np.flatnonzero(graph.is_kind(frozenset({OpKind.SEND_BACKWARD})) & (graph.index == NONE))
         received = self._received(rows)
@@ -263,7 +263,7 @@ class TravellingScales:
         return self._table(rows, neutral[pair.ravel()])
 
     def _table(self, rows: IntColumn, last: BoolColumn) -> _Table:
-        """Rows by their keys; of equal keys the first row, one of ``last`` only where all are."""
+        """Rows by their keys; for equal keys the first row that is not in ``last``, if there is one."""
         keys = self._key(self.graph.rank[rows], self.graph.stage[rows], self.graph.work_item[rows])
         order = np.lexsort((rows, last, keys))
         unique, first = np.unique(keys[order], return_index=True)

@@ -25,7 +25,7 @@ _REDUCE, _AVG = KIND_CODE[OpKind.REDUCE_GRAD], REDUCTIONS.index("avg")
 class Share:
     """Elements ``start .. stop`` of a flattened gradient, and their collective.
 
-    ``at`` is the place of the first among the collective's elements; None where padding leaves it open.
+    ``at`` is the position of the first element in the collective; None if padding leaves it open.
     """
 
     op: int
@@ -37,8 +37,8 @@ class Share:
 class CoveredRanges:
     """Parameters that each collective below a REDUCE_GRAD sums, found for all collectives of its parent at once.
 
-    A gradient that several collectives sum in parts is the last one's. ``unexpected`` are, by op id, collectives that
-    sum no gradient, with the reason.
+    A gradient that several collectives sum in parts belongs to the last one. ``unexpected`` are, by op id, collectives
+    that sum no gradient, with the reason.
     """
 
     def __init__(self, model: Model) -> None:
@@ -55,7 +55,7 @@ class CoveredRanges:
 
     @cached_property
     def _columns(self) -> tuple[IntColumn, IntColumn, Mapping[int, int]]:
-        """Collectives by family (those of one parent), the family of each in that order, and by op id."""
+        """Collectives by family (the collectives of one parent), the family of each in that order, and by op id."""
         graph = self._model.graph
         children = np.flatnonzero((graph.target_kind == _REDUCE) & np.isin(graph.kind, list(REDUCING)))
         families = packed(*(column[children] for column in (graph.rank, graph.stage, graph.axis, graph.parent)))
@@ -72,7 +72,7 @@ class CoveredRanges:
         return self._known[op]
 
     def shares(self, op: int, parameter: int) -> Sequence[Share]:
-        """The parts of a parameter that are summed by a collective and others of its parent; none if not known."""
+        """The parts of a parameter that a collective and its siblings sum; none if not known."""
         self.of(op)
         return self._shares.get((self._columns[2][op], parameter), ())
 
@@ -85,7 +85,7 @@ class CoveredRanges:
         for op in children:
             if op not in self._named:
                 of_index.setdefault(int(graph.index[op]), op)
-        first = dict(enumerate(of_index.values())) if named else of_index  # calls without names have the others
+        first = dict(enumerate(of_index.values())) if named else of_index  # unnamed calls have the remaining gradients
         calls = list(of_index.values())
         taken: dict[int, list[int]] = {op: [] for op in calls}
         self._known |= dict.fromkeys(children, ())
@@ -95,7 +95,7 @@ class CoveredRanges:
                     self._note_one(op, p)
         if not calls:
             return
-        # A parameter that the rank holds with an earlier stage is not summed with this one, unless there are more sums.
+        # A parameter that the rank holds with an earlier stage is summed with this one only if there are more sums.
         for held in (self._model.settled(rank, stage), self._model.parameters_of.get(stage, ())):
             params = tuple(p for p in held if facts.parameters[p].name not in named)
             owed: Sequence[int] = [p for p in params if self._model.is_reduced(facts.parameters[p], axis)]
@@ -113,7 +113,7 @@ class CoveredRanges:
             self._place(calls, owed, taken, None)
             empty = [op for op in calls if not taken[op] and op not in self._noted]
             if sum(map(self._numel, calls)) - sum(map(self._numel, empty)) == sum(n or 0 for n in self._numels(owed)):
-                self._explain(empty, params, owed, taken)  # else the others are padded, and nothing is known of these
+                self._explain(empty, params, owed, taken)  # else the others are padded, and unknown
         else:
             extra = self._match(first, owed, taken)
             self._explain(extra, params, owed, taken)
@@ -132,7 +132,7 @@ class CoveredRanges:
         self._noted.add(share.op)
 
     def _note_guessed(self, calls: list[int], params: Sequence[int], taken: dict[int, list[int]]) -> None:
-        """Note the elements of a stage's one gradient, those of its flat buffer; what two calls have is repeated."""
+        """Note the elements of a stage's one gradient in its flat buffer; elements of two calls are repeated."""
         starts = self._model.graph.start
         if len(params) != 1 or not all(self._numel(op) for op in calls):
             return
@@ -145,7 +145,7 @@ class CoveredRanges:
             self._note(params[0], Share(op, low, high, 0))
 
     def _is_flat(self, calls: list[int], params: Sequence[int], stage: int) -> bool:
-        """Return True if the ranges of calls are places in the stage's flat buffer: no two of them begin at 0."""
+        """Return True if the ranges of calls are offsets in the stage's flat buffer: no two of them begin at 0."""
         starts = self._model.graph.start[calls]
         one_at_0 = bool(starts.any()) and int((starts == 0).sum()) <= 1
         return one_at_0 and self._model.flat_starts(stage).keys() >= set(params)
@@ -153,9 +153,9 @@ class CoveredRanges:
     def _place(
         self, calls: Sequence[int], parameters: Sequence[int], taken: dict[int, list[int]], at: Mapping[int, int] | None
     ) -> None:
-        """Assign to each call the parameters whose elements it has: from its place on, else behind the call before.
+        """Assign to each call the parameters whose elements it has: from its offset on, else after the previous call.
 
-        The last call takes what is left of a parameter that several calls have. What is in two calls is summed twice.
+        The last call takes the rest of a parameter that several calls have. Elements in two calls are summed twice.
         """
         numels = self._numels(parameters)
         if None in numels or not all(map(self._numel, calls)):
@@ -231,24 +231,25 @@ class CoveredRanges:
     def _explain(
         self, extra: Sequence[int], params: Sequence[int], owed: Sequence[int], taken: dict[int, list[int]]
     ) -> None:
-        """Assign a call that is left over to the one gradient of its size: values decide if it is wrong.
+        """Assign a surplus call to the one gradient of its size: values decide if it is wrong.
 
-        Where there is none, or several, it is a stray, unless it is an average, which leaves equal gradients alone.
+        Without such a gradient, or with several, it is unexpected. An average is not: equal gradients stay equal.
         """
         graph, parameters = self._model.graph, self._model.facts.parameters
         for op in extra:
             if self.size(op) == 1 and graph.group[op] != NONE:
                 continue
             axis, stage = AXES[int(graph.axis[op])], int(graph.stage[op])
-            alike = [p for p in params if self._fits(op, p)]
-            if len(alike) == 1:
-                taken[op].append(alike[0])
+            candidates = [p for p in params if self._fits(op, p)]
+            if len(candidates) == 1:
+                taken[op].append(candidates[0])
                 continue
-            if alike and graph.reduction[op] == _AVG and not any(axis in parameters[p].sharded_over for p in alike):
+            is_sharded = any(axis in parameters[p].sharded_over for p in candidates)
+            if candidates and graph.reduction[op] == _AVG and not is_sharded:
                 continue
-            alike.sort(key=lambda p: p in owed)  # rather one that is not to be summed
-            more = f" and {len(alike) - 1} more have" if len(alike) > 1 else " has"
-            same = f", as many as `{parameters[alike[0]].name}`{more}" if alike else ""
+            candidates.sort(key=lambda p: p in owed)  # rather one that is not to be summed
+            more = f" and {len(candidates) - 1} more have" if len(candidates) > 1 else " has"
+            same = f", as many as `{parameters[candidates[0]].name}`{more}" if candidates else ""
             self.unexpected[op] = f"{graph.ops[op]} sums {self._numel(op)} elements{same}, of no gradient: " + (
                 f"all {len(owed)} gradients of stage {stage} to be summed over {axis} have other collectives"
                 if owed

@@ -1,6 +1,6 @@
 """All problems of a subject's gradients: histories are read, interpreted together and checked.
 
-Where all ranks of a stage do the same, one of them is checked for all; stages
+If all ranks of a stage do the same, one of them is checked for all; stages
 with equal parameters and equal histories are run once.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def diagnose(subject: Subject) -> tuple[Problem, ...]:
-    """Everything that is wrong with what the optimizer of each rank reads, or with the losses of an evaluation.
+    """All faults of the gradients that the optimizer of each rank reads, or of the losses of an evaluation.
 
     Raises:
         ValueError: the facts that are given with the graph do not fit together.
@@ -56,7 +56,7 @@ def diagnose(subject: Subject) -> tuple[Problem, ...]:
             problems += [_unreadable(model, op, why) for op, why in sorted(search.reader.unreadable.items())]
             unexpected |= search.reader.covered_ranges.unexpected
     problems += [_unexpected(model, op, why) for op, why in sorted(unexpected.items())]
-    if any(problem.key[0] == UNSUMMED for problem in problems):  # what one rank lacks another keeps in vain
+    if any(problem.key[0] == UNSUMMED for problem in problems):  # elements that one rank lacks, another keeps in vain
         problems = [problem for problem in problems if problem.key[0] != KEPT]
     return tuple(problems)
 
@@ -68,14 +68,14 @@ def _unreadable(model: Model, op: int, why: str) -> Problem:
 
 
 def _unexpected(model: Model, op: int, why: str) -> Problem:
-    """Problem of a collective that sums no gradient; ranks that issue the same are alike."""
+    """Problem of a collective that sums no gradient; ranks with the same collective share it."""
     graph, rank = model.graph, int(model.graph.rank[op])
     same = np.logical_and.reduce(
         [c == c[op] for c in (graph.kind, graph.stage, graph.axis, graph.index, graph.target_kind)]
     )
-    alike = tuple(one for one in np.unique(graph.rank[same]).tolist() if one != rank)
+    others = tuple(one for one in np.unique(graph.rank[same]).tolist() if one != rank)
     help_ = f"remove {graph.ops[op]}, or name the gradient that it sums: writes=grad[NAME]"
-    return Problem(Cause.UNEXPECTED, (why,), rank, int(graph.stage[op]), why, help_, ops=(op,), alike=alike)
+    return Problem(Cause.UNEXPECTED, (why,), rank, int(graph.stage[op]), why, help_, ops=(op,), other_ranks=others)
 
 
 def _of_evaluation(model: Model, count: Count) -> Problem:
@@ -152,7 +152,7 @@ class _Search:
         )
         if not problems and not self.reader.unreadable and not self.reader.covered_ranges.unexpected:
             self._right.add(key)
-        yield from (replace(one, alike=tuple(others)) if one.rank == rank else one for one in problems)
+        yield from (replace(one, other_ranks=tuple(others)) if one.rank == rank else one for one in problems)
 
     def _of_ranks(
         self,
@@ -163,7 +163,7 @@ class _Search:
         *,
         everyone: bool = False,
     ) -> Iterator[Problem]:
-        """Run and checker some parameters with the same stages on the ranks that hold them."""
+        """Run and check some parameters with the same stages on the ranks that hold them."""
         read = {rank: self.reader.views(indices, parameters) for rank, indices in indices_by_rank.items()}
         states: dict[tuple[tuple[Move, ...], ...], Mapping[int, State]] = {}
         verdicts: dict[tuple[object, ...], Verdict] = {}
@@ -193,18 +193,18 @@ class _Search:
                 yield from explain(self.model, held, rank, *verdict)
 
     def _partners_in_line(self, rank: int) -> Callable[[int, Move], Partners]:
-        """Of a rank that represents all of its stage."""
+        """Partners of a rank that represents its whole stage."""
         grid = self.model.grid
 
         def partners(_: int, move: Move) -> Partners:
-            assert move.axis is not None, "a stage whose groups are no lines is not uniform"
+            assert move.axis is not None, "a uniform stage has only groups that are lines"
             size = grid.size(move.axis) if move.axis != "pp" else Coefficient.of(1)
             return Partners((rank,), (move.axis,), size, move.axis if move.axis != "pp" else None)
 
         return partners
 
     def _partners_among(self, indices_by_rank: Mapping[int, object]) -> Callable[[int, Move], Partners]:
-        """Of ranks that all are run."""
+        """Partners if all ranks are run."""
         grid, groups = self.model.grid, self.model.graph.groups
 
         def partners(rank: int, move: Move) -> Partners:

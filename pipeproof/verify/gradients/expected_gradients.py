@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
-"""Operations that add a micro-batch's share to the gradients of a stage."""
+"""Operations that add a micro-batch's contribution to the gradients of a stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Model:
     def settled(self, rank: int, stage: int) -> tuple[int, ...]:
         """Indices of the parameters that a rank reduces and updates with a stage.
 
-        A weight that several stages of a rank use is there once, and belongs to the first of them.
+        A weight that several stages of a rank use exists once, and belongs to the first of them.
         """
         params = self.parameters_of.get(stage, ())
         if not any(len(self.facts.parameters[p].stages) > 1 for p in params):
@@ -88,7 +88,7 @@ class Model:
         return {rank: frozenset(stages) for rank, stages in result.items()}
 
     def flat_starts(self, stage: int) -> Mapping[int, int]:
-        """By parameter its first element in the flat buffer of a stage's gradients, for those of known size."""
+        """By parameter of known size, its first element in the flat buffer of a stage's gradients."""
         at, result = 0, {}
         for p in self.parameters_of.get(stage, ()):
             parameter = self.facts.parameters[p]
@@ -105,7 +105,7 @@ class Model:
         return axis in parameter.partial_axes()
 
     def partial_axes(self, parameter: ParameterGradient, axes: frozenset[str]) -> tuple[str, ...]:
-        """Those of ``axes`` that the mesh has and over which the parameter is not cut, in the grid's order."""
+        """The ``axes`` of the mesh over which the parameter is not sharded, in the grid's order."""
         return tuple(axis for axis in self.grid.axes if axis in axes and axis not in parameter.sharded_over)
 
     @property
@@ -133,7 +133,7 @@ class Model:
 
     @cached_property
     def block_sizes(self) -> Mapping[str, Coefficient]:
-        """Numbers of tokens as one token sees them: of its own micro-batch, its own rank's step, the whole step."""
+        """Numbers of tokens from one token's view: of its micro-batch, of its rank's step, of the whole step."""
         micro_batch = Coefficient.named("micro_batch_tokens")
         num = self.num_micro_batches
         cp = self.grid.size("cp")
@@ -154,8 +154,8 @@ class Model:
     def rank_sizes(self, micro_batch: int, *, reduced: bool) -> Mapping[str, Coefficient]:
         """Numbers of tokens for a row of one micro-batch, or (``NONE``) of the step.
 
-        After a reduction the gradient holds other ranks' tokens too, so that
-        the rank's own numbers are not those of every token in it.
+        After a reduction the gradient also holds other ranks' tokens: the
+        rank's own numbers then do not apply to every token in it.
         """
         sizes = dict(self.block_sizes)
         if self.facts.even_tokens:
@@ -184,7 +184,7 @@ class Model:
         for factor, exponent in factors:
             if isinstance(factor, str):
                 if factor not in all_sizes:
-                    raise ValueError(f"`{factor}` is no size here; there are {', '.join(sorted(all_sizes))}")
+                    raise ValueError(f"`{factor}` is not a size here; there are {', '.join(sorted(all_sizes))}")
                 value = all_sizes[factor]
             else:
                 value = Coefficient.of(factor)
@@ -192,7 +192,7 @@ class Model:
         return result
 
     def declared(self, loss: Loss) -> Coefficient | None:
-        """Declared weight of one token of a loss, in sizes as the token sees them; None if not declared.
+        """Declared weight of one token of a loss, in sizes from the token's view; None if not declared.
 
         Raises:
             ValueError: the facts' own scale cannot be read.
@@ -200,7 +200,7 @@ class Model:
         return None if loss.scale is None else self.product(parse_scale(loss.scale)[""], self.block_sizes)
 
     def in_numbers(self, coefficient: Coefficient, data_rank: int, position: int) -> Coefficient:
-        """The coefficient of the tokens of one micro-batch with the known numbers of tokens put in."""
+        """The coefficient of the tokens of one micro-batch, with the known numbers of tokens inserted."""
         counts = self.facts.token_counts
         if not counts:
             return coefficient
@@ -221,12 +221,12 @@ _OF_ALL = ("global_tokens",)
 
 
 def of_micro_batch(name: str, micro_batch: int) -> str:
-    """The name of a number of tokens of one micro-batch, where the tokens of others are scaled by it."""
+    """The name for the number of tokens of one micro-batch, as a scale of other micro-batches' tokens."""
     return f"{name}[{micro_batch}]"
 
 
 def model_of(subject: Subject) -> Model:
-    """Model from the facts that were given with the graph, those of its plan, or those read from the graph itself.
+    """Model from the facts given with the graph, from its plan, or read from the graph itself.
 
     Raises:
         ValueError: the facts do not fit together.
@@ -269,7 +269,7 @@ def _require_fit(facts: GradientFacts, num_micro_batches: int, grid: Grid) -> No
 
 
 def _axes_reduced(graph: OpGraph) -> frozenset[str]:
-    """The token axes over which any gradient of the graph is reduced; one that is not named is taken for ``dp``."""
+    """The token axes over which any gradient of the graph is reduced; an unnamed axis counts as ``dp``."""
     axes = np.unique(graph.axis[graph.kind == KIND_CODE[OpKind.REDUCE_GRAD]]).tolist()
     return frozenset("dp" if axis == NONE else AXES[axis] for axis in axes) & frozenset(TOKEN_AXES)
 
@@ -284,9 +284,9 @@ def changes_gradients(graph: OpGraph) -> bool:
 
 
 def _guess(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], grid: Grid, needed: frozenset[str]) -> GradientFacts:
-    """Facts read off a graph: gradients reduced everywhere over the axes over which any is, every micro-batch alike.
+    """Facts read off a graph: all gradients reduced over the axes over which any is, every micro-batch equal.
 
-    A stage has the gradients that its rows name, one without a name where they name none.
+    A stage has the gradients that its rows name; without names, a single gradient without a name.
     """
     if not changes_gradients(graph) or not stages:
         return GradientFacts((), (), guessed=True)
@@ -303,7 +303,7 @@ def _guess(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], grid: Grid, ne
 
 
 def _guessed_losses(graph: OpGraph, last_stage: int) -> list[Loss]:
-    """The main loss on the last stage, and every loss that a forward's scale names, on that stage."""
+    """The main loss on the last stage, and every loss that a forward's scale names, on the forward's stage."""
     pairs = {(last_stage, MAIN_LOSS)}
     scaled = (graph.kind == KIND_CODE[OpKind.FORWARD]) & (graph.scale != 0)
     for stage, scale in np.unique(np.stack([graph.stage[scaled], graph.scale[scaled]], axis=1), axis=0).tolist():
@@ -318,10 +318,10 @@ def _guessed_losses(graph: OpGraph, last_stage: int) -> list[Loss]:
 class Site:
     """One loss on its stage.
 
-    ``rows`` are the forwards there, ``place`` their micro-batches' places and
-    ``code`` what each multiplies a token's loss by, as an index into
-    ``ratios``: over what is declared, or as it is written where nothing is.
-    A forward without a scale applies what is declared. ``own`` are the ratios
+    ``rows`` are the forwards on it, ``place`` the positions of their
+    micro-batches and ``code`` their factors of a token's loss, as indices into
+    ``ratios``: relative to the declared factor, or as written without one.
+    A forward without a scale applies the declared factor. ``own`` are the ratios
     without the scales that gradients meet on the way to an earlier stage.
     """
 
@@ -334,7 +334,7 @@ class Site:
     own: tuple[Coefficient, ...]
 
     def seen(self, model: Model, coords: Mapping[str, int]) -> list[tuple[int, BoolColumn]]:
-        """(index of a ratio, micro-batches with it) of the tokens at some coordinates; any on an axis not given."""
+        """(index of a ratio, its micro-batches) of the tokens at some coordinates; an axis not given matches any."""
         num = len(model.micro_batches)
         if len(self.ratios) == 1:
             return [(0, np.ones(num, dtype=bool))]
@@ -348,7 +348,7 @@ class Site:
         return result
 
     def forward(self, model: Model, code: int, position: int, coords: Mapping[str, int]) -> int | None:
-        """The first forward of a micro-batch that applies a ratio; of those, one that names a scale of its own."""
+        """The first forward of a micro-batch that applies a ratio, preferably with a scale of its own."""
         matches = self.rows[(self.code == code) & (self.place == position) & self._at(model, coords)]
         named = matches[model.graph.scale[matches] != 0]
         first = named if len(named) else matches
@@ -400,7 +400,7 @@ def _scaled(site: Site, way: IntColumn, products: Sequence[Coefficient]) -> Site
 
 
 def read_sites(model: Model) -> Sites:
-    """The losses of the facts with what the graph's forwards, and the ways of their gradients, make of them.
+    """The losses of the facts with the scales of the graph's forwards and of their gradients' ways.
 
     Raises:
         ValueError: the facts declare a scale that cannot be read, or zero.
@@ -429,7 +429,7 @@ def read_sites(model: Model) -> Sites:
 
 
 def _travelling(model: Model, unreadable: dict[int, str]) -> TravellingScales | None:
-    """The scales between stages; None where there is none."""
+    """The scales between stages; None if there are none."""
     graph = model.graph
     scaled = np.flatnonzero((graph.scale != 0) & graph.is_kind(TRAVELLING))
     if not len(scaled):
@@ -446,7 +446,7 @@ def _travelling(model: Model, unreadable: dict[int, str]) -> TravellingScales | 
 def _values(
     model: Model, forwards: IntColumn, names_at: Mapping[int, set[str]], unreadable: dict[int, str]
 ) -> dict[int, dict[str, Coefficient]]:
-    """By scale code of the graph what is written for each loss."""
+    """By scale code of the graph, the written factor of each loss."""
     graph = model.graph
     values: dict[int, dict[str, Coefficient]] = {}
     scaled = forwards[graph.scale[forwards] != 0]

@@ -41,8 +41,8 @@ class Count:
     """Weight of a token that differs from its declared weight.
 
     ``tokens`` names the tokens. ``found`` and ``declared`` are in the tokens' own
-    terms; ``declared`` is None where nothing is declared and ``like`` names
-    the tokens that count otherwise. ``ops`` are the rows with the wrong scales.
+    terms; ``declared`` is None if nothing is declared, and ``like`` names
+    the tokens with another weight. ``ops`` are the rows with the wrong scales.
     """
 
     loss: str
@@ -59,9 +59,8 @@ class Count:
 class Problem:
     """One parameter (or, without one, one row) on one rank. ``key`` is equal for problems with one root.
 
-    ``ops`` are the rows to look at; ``fact`` the part of the message that is
-    this cause's own; ``fix`` what would help. ``alike`` are other ranks that
-    do the same.
+    ``ops`` are the rows to look at; ``fact`` the part of the message for this
+    cause; ``fix`` the suggested change. ``other_ranks`` have the same problem.
     """
 
     cause: Cause
@@ -73,7 +72,7 @@ class Problem:
     parameter: str = ""
     ops: tuple[int, ...] = ()
     count: Count | None = None
-    alike: tuple[int, ...] = ()
+    other_ranks: tuple[int, ...] = ()
 
 
 _ADDS = (MoveKind.ADD, MoveKind.OVERWRITE)
@@ -82,7 +81,7 @@ _REDUCES = (MoveKind.REDUCE, MoveKind.SPOIL)
 
 @dataclass(frozen=True, eq=False)
 class HeldGradient:
-    """A parameter's gradient on all ranks: the view of each; over ``folded`` axes one rank represents all."""
+    """A parameter's gradient: the view of each rank; over ``folded`` axes one rank represents all."""
 
     parameter: ParameterGradient
     views: Mapping[int, View]
@@ -90,7 +89,7 @@ class HeldGradient:
 
 
 def repeated(view: View, elsewhere: Collection[int] = ()) -> list[int]:
-    """Places of sums over a line of ranks that another sums over; of two, the later or that of ``elsewhere``."""
+    """Indices of repeated sums over one line of ranks; of two, the later one, or the one in ``elsewhere``."""
     seen: set[str] = set()
     result = []
     for i in sorted(view.where(MoveKind.REDUCE), key=lambda i: (i in elsewhere, i)):
@@ -107,7 +106,7 @@ def explain(
 ) -> list[Problem]:
     """The causes of a sum that has ``missing_terms`` or whose tokens ``count`` otherwise; not empty.
 
-    A move that is too early or lost explains all that follows, a reduction over
+    A move that is too early or lost explains all later faults, a reduction over
     other ranks explains missing addends, and all of these explain the weight of
     tokens. If the rank itself makes no mistake, a rank that it sums with does.
     """
@@ -127,7 +126,7 @@ def explain(
 
 
 def _apart(counts: Sequence[Count]) -> list[Count]:
-    """One count per loss, without those with the same error factor as the main loss: one scale is the root of all."""
+    """One count per loss, without losses with the error factor of the main loss: one scale is the root of all."""
     first: dict[tuple[str, int], Count] = {}
     for count in counts:
         first.setdefault((count.loss, count.stage), count)
@@ -257,7 +256,7 @@ class _SumExplanation:
         return f"ranks {', '.join(str(global_rank[rank]) for rank in grid.line(self._rank, axis))}"
 
     def unwanted(self, wrong: bool) -> Iterator[Problem]:
-        """Reductions that do not belong to the gradient, or one too many, if the sum is wrong."""
+        """Reductions that do not belong to the gradient, or a repeated one, if the sum is wrong."""
         view, parameter = self._view, self._held.parameter
         elsewhere = [i for i in view.where(*_REDUCES) if self._is_elsewhere(i)]
         twice = repeated(view, elsewhere)
@@ -284,7 +283,7 @@ class _SumExplanation:
             yield self._problem(cause, (key, str(move.axis)), fact, f"remove {self._name(i)}", self._ops(i))
 
     def _is_elsewhere(self, index: int) -> bool:
-        """Return True if a reduction is a collective that is below no REDUCE_GRAD."""
+        """Return True if a reduction is a collective without a REDUCE_GRAD above it."""
         reduce, op = KIND_CODE[OpKind.REDUCE_GRAD], int(self._view.ops[index][0])
         return self._kind(index) != reduce and int(self._model.graph.target_kind[op]) != reduce
 
@@ -299,7 +298,7 @@ class _SumExplanation:
             without = [rank for rank in self._held.views if not self._takes_part(rank, axis)]
             absent = without if 0 < len(without) < len(self._held.views) else []
             explanation = _SumExplanation(self._model, self._held, absent[0]) if absent else self
-            yield replace(explanation.lacks(axis, alone=bool(absent)), alike=tuple(absent[1:]))
+            yield replace(explanation.lacks(axis, alone=bool(absent)), other_ranks=tuple(absent[1:]))
 
     def _takes_part(self, rank: int, axis: str) -> bool:
         """Return True if a rank has a reduction over an axis, or over a group along it."""
@@ -331,7 +330,7 @@ class _SumExplanation:
         return self._problem(Cause.MISSING, (axis,), fact, fix, ops)
 
     def incomplete(self) -> Problem:
-        """Problem of a sum that lacks shares although each rank's moves are correct."""
+        """Problem of a sum that lacks contributions although each rank's moves are correct."""
         return self._problem(
             Cause.MISSING,
             ("share",),

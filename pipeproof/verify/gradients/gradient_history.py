@@ -42,7 +42,7 @@ class Grid:
         return self.sizes.get(axis, Coefficient.of(1))
 
     def along(self, group: Group) -> str | None:
-        """The axis of which ``group`` holds exactly the ranks of one line, None if there is none."""
+        """The axis along which ``group`` is exactly one line, None if there is none."""
         if len(group.ranks) == 1:
             whole = self.size(group.axis).number
             alone = whole == group.copies and (group.axis in self.folded or group.copies == 1)
@@ -127,7 +127,7 @@ def guessed_grid(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], needed: 
 OVERWRITE = REDUCTIONS.index("overwrite")
 
 _SIGNATURE = ("kind", "axis", "index", "reduction", "scale", "work_item", "start", "stop")
-"""Columns in which equal entries agree, in addition to their group and the parameters that they name."""
+"""Columns that define equal entries, in addition to their group and the parameters that they name."""
 
 _PREFIX, _SUFFIX = "grad[", "]"
 
@@ -138,16 +138,16 @@ _MOST_CELLS = 10**8
 class GradientHistories:
     """All histories of a graph: history i is of ``rank[i]`` and ``stage[i]``, in that order.
 
-    ``adds`` and ``entries`` are op ids by history, then in program order; those
-    of history i begin at ``first_add[i]`` and ``first_entry[i]``. ``segment``
+    ``adds`` and ``entries`` are op ids by history, then in program order;
+    history i begins at ``first_add[i]`` and ``first_entry[i]``. ``segment``
     is for each addition the number of entries of its history before it.
     ``plain[i]`` marks histories that add every micro-batch once before their
-    first entry. ``line`` is for each entry the code of what its group is to
-    its rank: the place of an axis in the grid, ``NONE`` without a group, else
+    first entry. ``line`` is for each entry the code of its group relative to
+    its rank: the index of an axis in the grid, ``NONE`` without a group, else
     ``-2 - group``. ``named`` is for each entry an index into ``names``, the
     sets of parameters that rows may name as buffers ``grad[NAME]``.
-    ``micro_batches`` are those of the step; ``place`` is for each addition the
-    place of its own among them, ``NONE`` for a stranger's.
+    ``micro_batches`` are the micro-batches of the step; ``place`` is for each
+    addition the index of its micro-batch among them, ``NONE`` for any other.
     """
 
     graph: OpGraph
@@ -178,7 +178,7 @@ class GradientHistories:
         return slice(int(self.first_add[history]), int(self.first_add[history + 1]))
 
     def signature(self, history: int) -> bytes:
-        """Key that is equal for histories that do the same to each micro-batch, but for the ranks of their groups."""
+        """Key that is equal for histories with the same effect on each micro-batch, apart from the groups' ranks."""
         span = self.entries_of(history)
         rows = self._signatures[span].tobytes()
         if self.plain[history]:
@@ -209,7 +209,7 @@ def read_histories(
 ) -> GradientHistories:
     """The histories of a graph in which operations of ``add_kinds`` add to gradients. Linear in rows but for sorts.
 
-    ``micro_batches`` are those of the step, in rising order.
+    ``micro_batches`` are the micro-batches of the step, in rising order.
     """
     is_add = graph.is_kind(add_kinds)
     is_entry = graph.is_kind(frozenset({OpKind.SCALE_GRAD, OpKind.REDUCE_GRAD, OpKind.STEP}))
@@ -251,7 +251,7 @@ def read_histories(
 
 
 def micro_batch_places(micro_batches: IntColumn, micro_batch: IntColumn) -> IntColumn:
-    """The place of each micro-batch among those of the step, ``NONE`` where it is not one of them."""
+    """The index of each micro-batch in ``micro_batches``, ``NONE`` if it is not one of them."""
     if not len(micro_batches):
         return np.full(len(micro_batch), NONE, dtype=np.int64)
     position = np.minimum(np.searchsorted(micro_batches, micro_batch), len(micro_batches) - 1)
@@ -261,7 +261,7 @@ def micro_batch_places(micro_batches: IntColumn, micro_batch: IntColumn) -> IntC
 def _plain(
     position: IntColumn, history: IntColumn, segment: IntColumn, num_histories: int, num_micro_batches: int
 ) -> BoolColumn:
-    """GradientHistories that add each micro-batch once and before every entry."""
+    """Mask of the histories that add each micro-batch once and before every entry."""
     if num_histories * num_micro_batches > _MOST_CELLS:  # far more than the rows: hardly any is plain
         return np.zeros(num_histories, dtype=bool)
     usual = (segment == 0) & (position != NONE)
@@ -303,7 +303,7 @@ def names_parameter(buffer: str) -> bool:
 
 
 def writers_elsewhere(graph: OpGraph) -> IntColumn:
-    """Op ids of the collectives below no REDUCE_GRAD that write gradients, named as buffers ``grad[NAME]``."""
+    """Op ids of collectives without a REDUCE_GRAD above them that write gradients, named as ``grad[NAME]``."""
     accesses = graph.accesses
     writes = (accesses.mode == WRITE) & _is_gradient(graph)[accesses.buffer]
     rows = np.unique(accesses.op[writes])

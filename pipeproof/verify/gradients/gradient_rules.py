@@ -32,11 +32,11 @@ MISSING = RuleDoc(
 
 NEEDLESS = RuleDoc(
     code="PP602",
-    title="a reduction spoils a gradient that is complete",
+    title="a reduction corrupts a complete gradient",
     explanation=(
         "A sum over ranks that all hold the whole gradient (or a second sum over the same ranks) multiplies it by "
         "their number; a sum over ranks that hold different parts of a weight, or the maximum in place of a sum, "
-        "gives a gradient of nothing. An average of equal gradients changes nothing and is let pass."
+        "gives a meaningless gradient. An average of equal gradients changes nothing and is accepted."
     ),
     wrong="rank 0: 0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp 0STEP",
     right="rank 0: 0F0 0B0 0REDUCE_GRAD:dp 0STEP",
@@ -66,9 +66,9 @@ EARLY = RuleDoc(
     code="PP604",
     title="a gradient is reduced, or used by the optimizer, before it is whole",
     explanation=(
-        "What a micro-batch adds after the reduction stays on its rank; what is added or reduced after the optimizer "
-        "step is not in the update. Deferred weight gradients (W) count too: the reduction comes after the last of "
-        "them."
+        "The contribution of a micro-batch after the reduction stays on its rank; contributions and reductions after "
+        "the optimizer step are not in the update. Deferred weight gradients (W) count too: the reduction comes after "
+        "the last of them."
     ),
     wrong="rank 0: 0F0 0F1 0B0 0REDUCE_GRAD:dp 0B1 0STEP",
     right="rank 0: 0F0 0F1 0B0 0B1 0REDUCE_GRAD:dp 0STEP",
@@ -88,15 +88,15 @@ LOST = RuleDoc(
 
 MAIN_SCALE = RuleDoc(
     code="PP606",
-    title="tokens count other than the loss is declared",
+    title="tokens have another weight than the loss declares",
     explanation=(
-        "In the update of every parameter each token's loss has an exact coefficient: what the forward multiplies the "
-        "loss by, times every scale and average that its gradient meets on the way, summed over the ranks that add "
+        "In the update of every parameter each token's loss has an exact coefficient: the factor of the forward, "
+        "times every scale and average that its gradient meets on the way, summed over the ranks that add "
         "it. It must equal `loss.normalization` under every topology: one over the tokens of the whole step, "
         "or the mean of the micro-batches' means. A scale on I, SEND_B or RECV_B is a factor for all "
-        "earlier stages. Scaling by 1/num_micro_batches twice, by the number of expert-data ranks in place of data "
-        "ranks, or the running sum at each micro-batch are the usual ways to miss it. In a graph without a plan all "
-        "micro-batches must count alike."
+        "earlier stages. The usual mistakes: scaling by 1/num_micro_batches twice, by the number of expert-data ranks "
+        "in place of data ranks, or scaling the running sum at each micro-batch. In a graph without a plan all "
+        "micro-batches must have the same weight."
     ),
     wrong="rank 0: 0F0 0F1 0B0 0SCALE_GRAD{scale=1/2} 0B1 0SCALE_GRAD{scale=1/2} 0STEP",
     right="rank 0: 0F0 0F1 0B0 0B1 0SCALE_GRAD{scale=1/2} 0STEP",
@@ -104,7 +104,7 @@ MAIN_SCALE = RuleDoc(
 
 OTHER_SCALE = RuleDoc(
     code="PP607",
-    title="tokens of an auxiliary loss count other than it is declared, or not at all",
+    title="tokens of an auxiliary loss have another weight than declared, or none",
     explanation=(
         "A load-balancing, z or multi-token-prediction loss has factors of its own, and they are easily scaled by tp, "
         "cp, the number of micro-batches or of tokens once too often, or lost with the value that carries them. It is "
@@ -131,7 +131,7 @@ COPIES = RuleDoc(
 
 EVALUATION = RuleDoc(
     code="PP609",
-    title="tokens count other than declared in the loss of an evaluation",
+    title="tokens have another weight than declared in the loss of an evaluation",
     explanation=(
         "An evaluation adds up the same losses as a training step, without gradients to scale. A factor that belongs "
         "to gradient accumulation (one over the number of micro-batches) makes its loss too small when the loss "
@@ -146,9 +146,9 @@ UNREADABLE = RuleDoc(
     title="a scale or the name of a gradient means nothing here",
     explanation=(
         "A scale is a product of numbers and named sizes: axes (dp, tp, ..), num_micro_batches, data_ranks, "
-        "global_tokens, and where one micro-batch or rank is meant micro_batch_tokens, rank_tokens and step_tokens. "
+        "global_tokens, and for one micro-batch or rank micro_batch_tokens, rank_tokens and step_tokens. "
         "On a forward `aux:0.01` scales one loss of its stage. A buffer `grad[NAME]` names a parameter. Nothing is "
-        "proved of what cannot be read."
+        "proved about scales and names that cannot be read."
     ),
     wrong="rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/dpp} 0STEP",
     right="rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/dp} 0STEP",
@@ -160,11 +160,11 @@ UNEXPECTED = RuleDoc(
     code="PP613",
     title="a gradient collective belongs to no gradient, or to no reduction",
     explanation=(
-        "Each collective below a REDUCE_GRAD sums gradients of its stage that are partial over its axis. One more "
-        "(a call repeated at the end of its block, an expert's gradient summed over ep) adds up what is complete, or "
-        "different parts of a weight. A collective elsewhere that writes a gradient (`writes=grad[NAME]`) takes part "
-        "in the sum, and is reported where the sum is wrong. A call whose gradient is known by its name or its number "
-        "of elements is right where a scale makes up for it."
+        "Each collective below a REDUCE_GRAD sums gradients of its stage that are partial over its axis. An additional "
+        "one (a repeated call at the end of its block, an expert's gradient summed over ep) adds up complete "
+        "gradients, or different parts of a weight. A collective elsewhere that writes a gradient "
+        "(`writes=grad[NAME]`) takes part in the sum, and is reported if the sum is wrong. A call whose gradient is "
+        "known by its name or its number of elements is right if a scale makes up for it."
     ),
     wrong=of_ranks("dp: 0 1", *[f"{_SUMMED} 0ALL_REDUCE:dp{{group=0 writes=grad[weight]}} 0STEP"] * 2),
     right=of_ranks("dp: 0 1", *[f"{_SUMMED} 0STEP"] * 2),
@@ -177,10 +177,10 @@ ELEMENTS = RuleDoc(
     title="the optimizer updates other elements than its rank keeps of the sum",
     explanation=(
         "A reduce-scatter of n elements over k ranks leaves each rank n/k of them, in the order of the group. The "
-        "optimizer must update just these: elsewhere the gradient is the rank's own addend. Shards that begin at "
-        "parameters while the sum is cut into equal parts, or a buffer padded on one side only, move the borders; "
+        "optimizer must update exactly these: elsewhere the gradient is the rank's own addend. Shards that begin at "
+        "parameters while the sum is cut into equal parts, or a buffer padded on one side only, move the boundaries; "
         "shapes agree, and the loss goes down. A sum with fewer elements than its gradient leaves out the rest. The "
-        "range of a STEP counts in the flat buffer of its stage."
+        "range of a STEP is in the flat buffer of its stage."
     ),
     wrong=of_ranks("dp: 0 1", f"{_SCATTERED} 0STEP{{range=0..10}}", f"{_SCATTERED} 0STEP{{range=10..16}}"),
     right=of_ranks("dp: 0 1", f"{_SCATTERED} 0STEP{{range=0..8}}", f"{_SCATTERED} 0STEP{{range=8..16}}"),
@@ -215,7 +215,7 @@ def _where(subject: Subject, problems: Sequence[Problem]) -> str:
     """``rank 0 (pp 0), gradient of `a`, `b` and 4 more``, with how many other ranks have the same."""
     first = problems[0]
     parameters = dict.fromkeys(problem.parameter for problem in problems if problem.parameter)
-    ranks = {rank for problem in problems for rank in (problem.rank, *problem.alike)}
+    ranks = {rank for problem in problems for rank in (problem.rank, *problem.other_ranks)}
     text = subject.coords_text(first.rank)
     text += f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
     return f"{text}, gradient of {names_text(list(parameters))}" if parameters else f"{text}, stage {first.stage}"
@@ -228,14 +228,14 @@ def _count_text(count: Count, problems: Sequence[Problem]) -> str:
     if count.declared is None:
         return (
             f"{loss}: each token of {count.tokens} counts {count.found}{where}, but each of {count.like} "
-            f"{count.declared_text}; where nothing else is declared, all tokens count alike"
+            f"{count.declared_text}; without another declaration, all tokens have the same weight"
         )
     return f"{loss}: each token of {count.tokens} counts {count.found}{where}, declared {count.declared_text}"
 
 
 def _fix_text(count: Count) -> str:
     if count.declared is None:
-        return "scale every micro-batch alike, and the sum once"
+        return "apply one scale to every micro-batch, and scale the sum once"
     if not count.found.terms:
         return f"let the backward pass take the loss `{count.loss}` along"
     if len(count.found.terms) > 1:
@@ -251,7 +251,7 @@ INCOMPLETE = RuleDoc(
     title="the norm of the gradients does not cover all of them",
     explanation=(
         "With `run.clip_norm` all gradients are scaled by one factor, which depends on the norm of all of them "
-        "together. Each rank squares what it holds; sums over tp, ep and pp, where there are such ranks, make the "
+        "together. Each rank squares its own gradients; sums over tp, ep and pp, where there are such ranks, make the "
         "norm whole. If one of these sums is missing, doubled, or over a part of the ranks, stages get different "
         "factors: nothing fails, and the step has another direction. A norm that is taken before the gradients are "
         "complete, or after an optimizer has stepped, is the norm of other values."
@@ -304,7 +304,7 @@ def _fact(subject: Subject, axis: str, selected: list[int], first_step: int, who
     if size != mesh.size(axis):
         return f"is summed over {size} of {mesh.size(axis)} {axis} ranks"
     if graph.reduction_names[int(graph.reduction[op_id])] != "sum":
-        return f"is no sum over {axis}"
+        return f"is not a sum over {axis}"
     numel, entries = int(graph.stop[op_id] - graph.start[op_id]), num_weights(subject.plan)
     if numel != entries:
         return f"has {numel} entries over {axis}, and the model {entries} weights"
@@ -316,7 +316,7 @@ def _fact(subject: Subject, axis: str, selected: list[int], first_step: int, who
 
 
 def _ends(graph: OpGraph, rows: IntColumn, *, last: bool) -> Mapping[int, int]:
-    """By rank its first, or last, op id among some; op ids of a rank are in the order of its program."""
+    """The first, or last, op id of each rank in ``rows``; op ids of a rank are in program order."""
     ordered = rows if last else rows[::-1]
     return dict(zip(graph.rank[ordered].tolist(), ordered.tolist(), strict=True))
 

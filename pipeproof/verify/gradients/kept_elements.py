@@ -1,9 +1,9 @@
-"""Elements that ranks keep of sums, those that their optimizers update, and whole weights after the update.
+"""Elements that ranks keep of sums, elements that their optimizers update, and whole weights after the update.
 
-An all-reduce leaves each rank all that is put in. A reduce-scatter leaves the
-k-th of n members the k-th of n equal shares. An optimizer updates the range of
-its STEP, the facts' elements, its shard of each weight under a plan with a
-sharded optimizer, or else all.
+An all-reduce leaves each rank all elements. A reduce-scatter leaves the k-th
+of n members the k-th of n equal shares. An optimizer updates the range of its
+STEP, the facts' elements, its shard of each weight under a plan with a sharded
+optimizer, or else all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REDUCE, _SCATTER, _GATHER, _STEP = (
 
 
 def stated_updates(subject: Subject) -> Mapping[tuple[int, int], Ranges]:
-    """By rank and stage the elements of the stage's flat buffer that the optimizer updates, where that is stated."""
+    """By rank and stage the elements of the stage's flat buffer that the optimizer updates, if stated."""
     graph = subject.graph
     result: dict[tuple[int, int], list[tuple[int, int]]] = {}
     steps = np.flatnonzero(graph.kind == _STEP)
@@ -53,7 +53,7 @@ def stated_updates(subject: Subject) -> Mapping[tuple[int, int], Ranges]:
 
 
 def compare(kept: Ranges, updated: Ranges) -> Difference | None:
-    """The first range that only one side has; ``first`` is ``NOWHERE`` for one that is updated and not kept."""
+    """The first range that only one side has; ``first`` is ``NOWHERE`` for an updated range that is not kept."""
     if sorted(kept) == sorted(updated):
         return None
     sides = [IndexMap.of((start, start, stop - start) for start, stop in ranges) for ranges in (kept, updated)]
@@ -101,7 +101,7 @@ class KeptElements:
     def _sides(
         self, p: int, rank: int, op: int, shares: Sequence[Share], *, everyone: bool
     ) -> Iterator[tuple[int, Ranges, Ranges]]:
-        """(rank, what it keeps of a sum, what it updates) for a rank or all that it represents."""
+        """(rank, elements kept of a sum, elements updated) for a rank or all that it represents."""
         graph, grid = self.model.graph, self.model.grid
         numel = self.model.facts.parameters[p].numel
         if all(graph.kind[share.op] != _SCATTER for share in shares) or int(graph.parent[op]) in self._gathered:
@@ -148,7 +148,7 @@ class KeptElements:
         return [(low, high)] if low < high else []
 
     def _updated(self, p: int, rank: int, stage: int, shard: int) -> Ranges | None:
-        """The elements of a parameter that a rank updates; None where nothing states them."""
+        """The elements of a parameter that a rank updates; None if nothing states them."""
         parameter = self.model.facts.parameters[p]
         stated = self._stated.get((rank, stage))
         if stated is not None and parameter.made_by == "backward":
@@ -170,7 +170,7 @@ class KeptElements:
 
     @cached_property
     def _gathered(self) -> frozenset[int]:
-        """The REDUCE_GRADs below which shares of sums are gathered again."""
+        """The REDUCE_GRADs with gathers of the summed shares below them."""
         graph = self.model.graph
         below = np.flatnonzero(graph.target_kind == _REDUCE)
         return frozenset(graph.parent[below[graph.kind[below] == _GATHER]].tolist())
@@ -213,8 +213,8 @@ APART = RuleDoc(
     explanation=(
         "With `memory.shard_optimizer: dp` each dp rank gets its share of a gradient's sum and updates its share of "
         "the weight. After the STEP the shares must be gathered over all of dp, weight by weight. A weight that is "
-        "left out, gathered before the step, or gathered over a part of the ranks is new in one share (on each rank "
-        "another one) and old in the others: nothing fails, and the replicas drift apart. Without a sharded optimizer "
+        "left out, gathered before the step, or gathered over some of the ranks is new in one share (a different one "
+        "on each rank) and old in the others: nothing fails, and the replicas drift apart. Without a sharded optimizer "
         "each rank updates whole weights and needs whole sums: a reduce-scatter leaves only one share of them."
     ),
     wrong=of_small_plan(_TOPOLOGY, "rows = [[r for r in own if 'GATHER_WEIGHT' not in str(r.op)] for own in rows]"),
@@ -231,7 +231,7 @@ def _check(subject: Subject) -> Iterator[Finding]:
 
 
 def _scattered(subject: Subject) -> Iterator[Finding]:
-    """Sums of which a rank has one share, where it updates whole weights."""
+    """Sums that leave a rank one share although it updates whole weights."""
     graph = subject.graph
     scatters = (graph.kind == KIND_CODE[OpKind.REDUCE_SCATTER]) & (graph.target_kind == KIND_CODE[OpKind.REDUCE_GRAD])
     calls = np.flatnonzero(scatters).tolist()
@@ -260,7 +260,7 @@ class _Gathers:
         self._shares = num_shards(self._plan.spec)
 
     def findings(self) -> Iterator[Finding]:
-        """One for each thing that is wrong, with the first of the places where it is."""
+        """One for each fault, at its first position."""
         wrong = grouped((fact, (step, ops)) for step in self._steps.tolist() for fact, ops in self._of_step(step))
         for fact, places in wrong.items():
             step, ops = places[0]
@@ -274,7 +274,7 @@ class _Gathers:
             )
 
     def _of_step(self, step: int) -> Iterator[tuple[str, list[int]]]:
-        """(fact, operations) for what is wrong behind one STEP."""
+        """(fact, operations) for each fault after one STEP."""
         graph, plan = self._graph, self._plan
         rank, stage = int(graph.rank[step]), int(graph.stage[step])
         coords = plan.mesh.coords(graph.global_rank[rank])
@@ -282,11 +282,11 @@ class _Gathers:
             return  # a step of a stage that is elsewhere: PP128
         weights = plan.weights_of(stage, coords["pp"])
         calls = self._of_stage(self._calls, rank, stage)
-        if not len(self._calls):  # a program that lists no collectives gathers with one row what there is
+        if not len(self._calls):  # a program without collectives gathers everything with one row
             wholes = self._of_stage(self._wholes, rank, stage)
             late = wholes[wholes > step]
             if weights and len(wholes) and not len(late):
-                fact = f"{graph.ops[wholes[0]]} comes before {graph.ops[step]}, which updates what it gathers"
+                fact = f"{graph.ops[wholes[0]]} comes before {graph.ops[step]}, which updates its elements"
                 yield fact, wholes[:1].tolist()
             if len(wholes):
                 return
@@ -311,7 +311,7 @@ class _Gathers:
         graph, mesh = self._graph, self._plan.mesh
         text = f"{graph.ops[call]}, of `{weight.name}`,"
         if call < step:
-            return f"{text} comes before {graph.ops[step]}, which updates what it gathers"
+            return f"{text} comes before {graph.ops[step]}, which updates its elements"
         size = graph.groups[int(graph.group[call])].size if graph.group[call] != NONE else 0
         if graph.axis[call] != AXES.index("dp") or size != self._shares:
             return f"{text} is over {size} ranks, and {self._shares} dp ranks have a share each"
@@ -339,10 +339,10 @@ OTHERS = RuleDoc(
     code="PP615",
     title="a gather of updated weights moves other elements than were updated",
     explanation=(
-        "An all-gather writes the elements of the k-th member of its group to the k-th place. A rank that puts in "
-        "elements that it has not updated returns old values to all; one that puts in those of another place "
+        "An all-gather writes the elements of the k-th member of its group to the k-th position. A rank that puts in "
+        "elements that it has not updated returns old values to all; a rank that puts in another position's elements "
         "exchanges parts of weights. Sizes are right, and all ranks get the same wrong weights. Ranges on the rows "
-        "are elements of the flat buffer of the stage; where no member's range begins behind 0, they are sizes."
+        "are elements of the flat buffer of the stage; if every member's range begins at 0, they are sizes."
     ),
     wrong=_example(("0..8", "8..16"), ("8..16", "0..8")),
     right=_example(("0..8", "0..8"), ("8..16", "8..16")),
@@ -387,7 +387,7 @@ def _check_elements(subject: Subject) -> Iterator[Finding]:
 
 
 def _exchanged(graph: OpGraph, members: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first member's call, a member's, the place of its elements), for those that do not return to their place."""
+    """(first member's call, a member's, the position of its elements), for elements that do not return to it."""
     starts, size = graph.start[members], int(graph.stop[members[0]] - graph.start[members[0]])
     expected = starts[0] + size * np.arange(len(members))
     for index in np.flatnonzero(starts != expected).tolist():

@@ -35,7 +35,7 @@ class MoveKind(Enum):
     SCALE = auto()
     REDUCE = auto()
     SPOIL = auto()
-    """A reduction that is no sum (a maximum), or an exchange of gradients that are not equal."""
+    """A reduction that is not a sum (a maximum), or an exchange of unequal gradients."""
     TOUCH = auto()
     """Reads and writes the gradient in a way that the facts do not describe."""
     STEP = auto()
@@ -133,8 +133,8 @@ class Reader:
     ]:
         """Entries of some histories in program order with their lines and names, and the additions around them.
 
-        Those are (stage, counts) by the place of an entry that is an addition
-        of its own, and (stage, op ids, counts) by the place of the entry that follows.
+        The additions are (stage, counts) by the index of an entry that is itself an
+        addition, and (stage, op ids, counts) by the index of the next entry.
         """
         histories, graph = self.histories, self.histories.graph
         slices = [histories.entries_of(history) for history in indices]
@@ -213,7 +213,7 @@ class Reader:
         return summed or (axis not in parameter.sharded_over and not self.model.is_reduced(parameter, axis))
 
     def _owed(self, stage: int, axis: str | None) -> Sequence[int]:
-        """The parameters of a stage that a reduction over an axis is about when it lists none."""
+        """The parameters of a stage that a reduction over an axis sums if it lists none."""
         facts, params = self.model.facts, self.model.parameters_of.get(stage, ())
         if axis is None:
             return params
@@ -275,7 +275,7 @@ class Reader:
 
 
 Source = tuple[int, int, frozenset[str]]
-"""(rank, addend of its view, axes over whose lines it is summed); rank ``NONE`` for what is no part of the gradient."""
+"""(rank, addend of its view, axes over whose lines it is summed); rank ``NONE`` for values outside of the gradient."""
 
 State = Mapping[Source, Coefficient]
 
@@ -286,10 +286,9 @@ UNEXPECTED: Source = (NONE, NONE, frozenset())
 class Partners:
     """Participants of a reduction of one rank.
 
-    ``ranks`` are those of the graph that hold a copy of the parameter;
-    ``key`` is equal for all of them. ``fold`` names the axis of whose line
-    each represents. ``size`` counts the members; ``unexpected`` is True if some
-    hold no copy.
+    ``ranks`` are the graph's ranks with a copy of the parameter; ``key`` is
+    equal for all of them. ``fold`` names the axis whose line each represents.
+    ``size`` counts the members; ``unexpected`` is True if some hold no copy.
     """
 
     ranks: tuple[int, ...]
@@ -314,7 +313,7 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
     """The state that the optimizer of each rank reads, or the last one where there is none.
 
     The k-th reduction of a rank with some partners meets their k-th with it.
-    Where ranks wait for each other in a circle, which other rules report, the
+    If ranks wait for each other in a cycle, which other rules report, the
     first of them continues without its partners.
     """
     runners = {rank: _Runner(view) for rank, view in views.items()}

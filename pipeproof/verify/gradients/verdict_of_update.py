@@ -28,14 +28,14 @@ from pipeproof.verify.gradients.expected_gradients import Model, Site, Sites, of
 from pipeproof.verify.gradients.explain_sum import Count, HeldGradient, repeated
 from pipeproof.verify.gradients.parameter_view import Move, MoveKind, State
 
-# --- The rows whose scales make a token count wrongly: those without which its weight would be right ---
+# --- The rows whose scales make a token's weight wrong: without them, it would be right ---
 
 
 ScaledRow = tuple[int, Coefficient]
-"""A row and what it multiplies a token's gradient by."""
+"""A row and its factor of a token's gradient."""
 
 _MOST_TRIED = 10
-"""Scaled rows of which all subsets are tried."""
+"""Number of scaled rows up to which all subsets are tried."""
 
 
 def scales_of_sum(
@@ -55,7 +55,7 @@ def scales_of_sum(
 def _scales_of_rank(
     model: Model, held: HeldGradient, source: int, position: int, *, whole: bool
 ) -> Iterator[tuple[int, Coefficient]]:
-    """(row, factor) of the addition of a micro-batch and of what follows it; up to the first sum, if not ``whole``."""
+    """(row, factor) of the addition of a micro-batch and of later rows; up to the first sum, if not ``whole``."""
     view = held.views[source]
     is_added = False
     for move, ops in zip(view.moves, view.ops, strict=True):
@@ -82,7 +82,7 @@ def rows_to_blame(
 ) -> tuple[int, ...]:
     """The fewest rows whose scales multiply to the error of a weight; all, if no few of them do.
 
-    ``seen`` is a factor as the token has it.
+    ``seen`` is a factor from the token's view.
     """
     if error is not None:
         tried = [(row, seen(factor)) for row, factor in scaled[:_MOST_TRIED]]
@@ -99,7 +99,7 @@ def rows_to_blame(
 def rows_to_blame_for_both(
     actual: Coefficient, scaled: Sequence[ScaledRow], like: Coefficient, like_scaled: Sequence[ScaledRow]
 ) -> tuple[int, ...]:
-    """The rows of two unlike weights, of which neither is declared, that make them differ."""
+    """The rows that make two undeclared weights differ."""
     if any(len(factor.terms) != 1 for factor in (like, *(factor for _, factor in like_scaled))):  # zero, or a sum
         return rows_to_blame([*scaled, *like_scaled], None)
     own = [one for one in scaled if one not in like_scaled]
@@ -124,7 +124,7 @@ class Addend:
 
 
 Verdict = tuple[Sequence[str], Sequence[Count]] | None
-"""Verdict on a sum: None if it is right, else the terms that it lacks, and tokens with another weight."""
+"""Verdict on a sum: None if it is right, else its missing terms, and tokens with another weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +174,9 @@ class UpdateChecker:
     def _parts(
         self, held: HeldGradient, path: LossPath | None, rank: int, state: State
     ) -> dict[Part, list[Addend]] | None:
-        """The state as one loss sees it, None if it has what is no part of the gradient.
+        """The state from one loss's view, None if it has values outside of the gradient.
 
-        Over an axis where all ranks hold the same, it does not matter whose it is.
+        Over an axis where all ranks hold the same, the rank does not matter.
         """
         grid, partial = self.model.grid, self._partial(held.parameter, path)
         cut = [axis for axis in grid.axes if axis in held.parameter.sharded_over]
@@ -221,7 +221,7 @@ class UpdateChecker:
                 yield "pp"
 
     def _short(self, held: HeldGradient, partial: Sequence[str], parts: Mapping[Part, object]) -> Iterator[str]:
-        """Axes over which ranks are not in the sum; ``pp`` where they are, but not with every copy."""
+        """Axes whose ranks are not all in the sum; ``pp`` if they are, but not with every copy."""
         expected = [self._line(axis, held.folded) for axis in partial]
         everywhere = {coordinates for _, coordinates in parts}
         missing = set(product(*expected)) - everywhere
@@ -271,7 +271,7 @@ class UpdateChecker:
     def _differing(
         self, site: Site, code: int, factor: Coefficient, places: IntColumn, coords: Mapping[str, int], read: _Sum
     ) -> Iterator[Count]:
-        """The first micro-batch of ``places`` whose tokens count something else than they should."""
+        """The first micro-batch of ``places`` whose tokens have another weight than they should."""
         ratio = site.ratios[code] * factor
         loss = site.loss
         if site.declared is None:
@@ -294,14 +294,14 @@ class UpdateChecker:
     def _unlike(
         self, site: Site, ratio: Coefficient, code: int, position: int, coords: Mapping[str, int], read: _Sum
     ) -> Iterator[Count]:
-        """The tokens of a micro-batch, if those that were seen first have another weight."""
+        """The tokens of a micro-batch, if the first seen tokens have another weight."""
         loss = site.loss
         row = site.forward(self.model, code, position, coords)
         tokens = self._tokens(position, coords, self._named(site, code, row))
         own = _Weight(ratio, tokens, read.name, partial(self._scaled, site, code, position, row, read))
         like = self._likes.setdefault((loss.name, loss.stage), own)
         if like.ratio != ratio:
-            others = f"{like.tokens} in that of `{like.name}`" if like.tokens == tokens else like.tokens
+            others = f"{like.tokens} in the update of `{like.name}`" if like.tokens == tokens else like.tokens
             ops = rows_to_blame_for_both(ratio, own.scaled(), like.ratio, like.scaled())
             yield Count(loss.name, loss.stage, tokens, ratio, None, str(like.ratio), others, ops)
 
@@ -322,7 +322,7 @@ class UpdateChecker:
         return forward if has_own else None
 
     def _blocks(self, ratio: Coefficient, places: IntColumn, coords: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-        """(micro-batch's place, data rank) of tokens that a ratio may mean different things for."""
+        """(micro-batch's index, data rank) of tokens for which a ratio may have different values."""
         if not self.model.facts.token_counts:
             named = any("[" in name for name in ratio.names)
             yield from ((position, 0) for position in (places if named else places[:1]).tolist())
@@ -336,7 +336,7 @@ class UpdateChecker:
             yield from ((position, outer * num_inner + inner) for position in places.tolist())
 
     def _seen_from(self, ratio: Coefficient, place: int, data_rank: int) -> Coefficient:
-        """A ratio as a token of one micro-batch has it."""
+        """A ratio from the view of a token of one micro-batch."""
         for name in ("micro_batch_tokens", "rank_tokens"):
             own = of_micro_batch(name, int(self.model.micro_batches[place]))
             if own in ratio.names:
@@ -344,7 +344,7 @@ class UpdateChecker:
         return self.model.in_numbers(ratio, data_rank, place)
 
     def _tokens(self, position: int, coords: Mapping[str, int], row: int | None) -> str:
-        """Text for tokens: those at some coordinates, or those of the rank of a forward with a scale."""
+        """Text for the tokens at some coordinates, or on the rank of a forward with a scale."""
         grid = self.model.grid
         if row is not None:
             rank = int(self.model.graph.rank[row])
@@ -355,7 +355,7 @@ class UpdateChecker:
 
 
 def unscaled(parameter: ParameterGradient, stage: int) -> Site:
-    """The site of a sum that no loss scales: what is added counts once."""
+    """The site of a sum that no loss scales: each contribution counts once."""
     nothing = np.empty(0, dtype=np.int64)
     return Site(Loss(parameter.name, stage, "1"), ONE, nothing, nothing, nothing, (ONE,), (ONE,))
 
@@ -372,7 +372,7 @@ def _added(held: HeldGradient, ranks: set[int], stage: int) -> BoolColumn:
 
 
 def _columns(addends: Sequence[Addend]) -> Iterator[tuple[Coefficient, BoolColumn]]:
-    """(factor, micro-batches that have it) for all that are added at all."""
+    """(factor, micro-batches that have it) for all added micro-batches."""
     if len(addends) == 1 and (addends[0].counts == 1).all():
         yield addends[0].factor, np.ones(len(addends[0].counts), dtype=bool)
         return

@@ -52,7 +52,7 @@ def _check_bijection(subject: Subject) -> Iterator[Finding]:
         if wrong or overlaps:
             yield NO_BIJECTION.finding(
                 f"`{tensor.name}` of {tensor.numel} elements: {'; '.join(_facts(tensor, wrong, overlaps))}",
-                help="add the rank's own offset to its local indices: its place among those that hold the tensor",
+                help="add the rank's own offset to its local indices: its position among the holders of the tensor",
                 witness=RangesWitness((), tuple(_repeated(tensor, wrong))),
             )
 
@@ -97,7 +97,7 @@ def _times(copies: int) -> str:
 
 
 def _repeated(tensor: HeldTensor, wrong: list[Count]) -> Iterator[ElementRange]:
-    """For what is held too often: each further holder gets the first holder's elements."""
+    """For elements that are held too often: each further holder gets the first holder's elements."""
     for count in wrong:
         if _mistake(tensor, count) != "repeated":
             continue
@@ -109,12 +109,12 @@ def _repeated(tensor: HeldTensor, wrong: list[Count]) -> Iterator[ElementRange]:
 
 OTHER_INDICES = RuleDoc(
     code="PP211",
-    title="local elements are taken for others than they are",
+    title="local elements are taken for other elements",
     explanation=(
-        "One side lays a tensor out by one map from local to global indices, the other reads it by another. Both "
-        "are bijections, so that counts, shapes and bytes agree and no check of sizes can notice: a token index "
+        "One side lays a tensor out by one map from local to global indices, the other side reads it by another map. "
+        "Both are bijections: counts, shapes and bytes agree and no check of sizes can notice. Examples: a token index "
         "computed as rank * tokens + i ignores the batch dim, a fused QKV weight is sliced by rows though its rows "
-        "interleave by key-value group, a buffer is cut along another dim of the same size."
+        "interleave by key-value group, a buffer is sharded along another dim of the same size."
     ),
     wrong=_example("map_uses", 'MapUse("tokens", {1: token_map(2, 8, 2, 1)}, {1: IndexMap.of([(0, 8, 8)])})'),
     right=_example("map_uses", 'MapUse("tokens", {1: token_map(2, 8, 2, 1)}, {1: token_map(2, 8, 2, 1)})'),
@@ -150,7 +150,7 @@ def _first(use: MapUse) -> str:
 
 
 def _ranges(rank: int, holders: Mapping[int, IndexMap], start: int, length: int) -> Iterator[ElementRange]:
-    """The global range as ``rank`` misses or gets it: in local elements of the first rank that holds it."""
+    """The global range that ``rank`` misses or gets, in local elements of the first rank that holds it."""
     if start == NOWHERE:
         return
     for holder, part in holders.items():
@@ -162,7 +162,7 @@ def _ranges(rank: int, holders: Mapping[int, IndexMap], start: int, length: int)
 
 
 def _owned(part: IndexMap, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """(local, global, length) of what a part holds of a global range."""
+    """(local, global, length) of the ranges of a part within a global range."""
     for whole, local, num in part.inverted().part(start, start + length, start).ranges:
         yield local, whole, num
 
@@ -193,7 +193,7 @@ def _check_memory(subject: Subject) -> Iterator[Finding]:
 
 OTHER_LAYOUT = RuleDoc(
     code="PP209",
-    title="the declared layout of the activation is not the one that the layers make or take",
+    title="the declared layout of the activation differs from the layout that the layers make or need",
     explanation=(
         "The first tensor of an edge with the dims s, b and h represents the model's activation. Its TP layout in "
         "`boundaries` must be the layout that the layers compute: invariant, or sharded along the sequence with "
@@ -306,7 +306,7 @@ def _mistakes(routing: ExpertRouting) -> Iterator[str]:
             if back != expert:
                 yield (
                     f"rank {member} computes block {block} of rank {sender} with expert {expert}, and rank {sender} "
-                    f"takes the result for that of expert {back}"
+                    f"takes it for the result of expert {back}"
                 )
                 break
 

@@ -1,8 +1,8 @@
 """PP208: each computation of the graph has the collectives that its layers' types need, in that order.
 
 The rules on matching find members of a group that disagree. This rule finds
-what all members leave out, add or change alike, which no comparison between
-ranks can find.
+collectives that all members leave out, add or change in the same way, which no
+comparison between ranks can find.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ISSUED = RuleDoc(
     code="PP208",
     title="a computation issues other collectives than its layers need",
     explanation=(
-        "All members of a group issue the same collectives, and still they are not those that the layouts inside "
-        "the layers need: one is missing, is of another kind, size or type, or is at another place. Each rank then "
+        "All members of a group issue the same collectives, but not the collectives that the layouts inside the layers "
+        "need: one is missing, is of another kind, size or type, or is at another position. Each rank then "
         "continues with an addend in place of a sum, or with a shard in place of the whole. Nothing hangs, because all "
         "ranks do the same."
     ),
@@ -88,14 +88,14 @@ class _Needed:
         return call.dtype or self.of_activations
 
     def found_dtypes(self, graph: OpGraph) -> IntColumn:
-        """By operation the type of its elements as in ``table``: ``NONE`` for that of activations."""
+        """By operation the type of its elements as in ``table``: ``NONE`` for the type of activations."""
         codes = [
             NONE if tensor.dtype == self.of_activations else self._dtypes[tensor.dtype] for tensor in graph.tensors
         ]
         return np.array([*codes, NONE], dtype=np.int64)[graph.tensor]
 
     def slots(self, graph: OpGraph, parents: IntColumn) -> IntColumn:
-        """The place of each computation in ``calls``; ``NONE`` for a stage or work item that the plan does not have."""
+        """The index of each computation in ``calls``; ``NONE`` for a stage or work item that the plan does not have."""
         place_of_kind = np.full(max(KIND_CODE.values()) + 1, NONE, dtype=np.int64)
         for index, kind in enumerate(_COMPUTES):
             place_of_kind[KIND_CODE[kind]] = index
@@ -112,8 +112,8 @@ class _Needed:
 def _calls(kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], plan: PlanSpec) -> Iterator[tuple[str, Collective]]:
     """The collectives of one computation, each with the name of its layer.
 
-    What is computed again issues those of its forward again, right before those of its backward. The weights'
-    gradients issue none, unless what they read is gathered again; in a whole backward that comes last.
+    Recomputation issues the collectives of its forward again, right before the collectives of its backward. The
+    weights' gradients issue none, unless their inputs are gathered again; in a whole backward that comes last.
     """
     if kind in _FORWARDS:
         for name, layer in layers:
@@ -134,16 +134,16 @@ def _check_issued(subject: Subject) -> Iterator[Finding]:
     wrong = _differs(graph, needed, parents)
     if not wrong.any():
         return
-    alike = _all_members(subject, parents, wrong)
+    everywhere = _all_members(subject, parents, wrong)
     reported: set[tuple[int, int]] = set()
-    for parent in parents[alike].tolist():
+    for parent in parents[everywhere].tolist():
         op = graph.ops[parent]
         key = int(graph.stage[parent]), int(graph.kind[parent])
         if key in reported:
             continue
         reported.add(key)
         children = [int(i) for i in np.flatnonzero(graph.parent == parent) if graph.is_kind(CHILD_KINDS)[i]]
-        same = alike & (graph.stage[parents] == key[0]) & (graph.kind[parents] == key[1])
+        same = everywhere & (graph.stage[parents] == key[0]) & (graph.kind[parents] == key[1])
         batches = len(np.unique(graph.work_item[parents[same]]))
         yield ISSUED.finding(
             f"{op} on {subject.coords_text(int(graph.rank[parent]))} issues {_first(graph, needed, parent, children)}"

@@ -1,7 +1,7 @@
 """20x: typed op programs: operations fit the layouts of their inputs, and gradients are reduced where needed.
 
 The rules check the programs that a person writes (``Facts.typed_programs``) and
-those of the plan's GPT, which must agree with its description by hand.
+the programs of the plan's GPT, which must agree with its description by hand.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _COLUMN = 'p.parameter("w", "h f", tp="S(f)")\np.multiply("y", "entered", "w", o
 
 OPERAND = RuleDoc(
     code="PP203",
-    title="an operation gets a value in a layout that it does not compute rightly with",
+    title="an operation gets a value in a layout with which it computes wrongly",
     explanation=(
-        "Each operation is right for some layouts of its operands: a matmul for operands that are cut along the dim "
-        "that it sums over, or not at all; a function that is not linear for no addends; a collective for what it "
-        "reduces or joins. Elsewhere it runs, with shapes that fit, and gives other numbers: a gather of what every "
+        "Each operation is right for some layouts of its operands: a matmul for operands that are sharded along its "
+        "summed dim, or not at all; a nonlinear function not for addends; a collective for its own input layout. "
+        "With another layout it runs, with shapes that fit, and gives other numbers: a gather of a value that every "
         "rank has doubles the sequence, an all-reduce of equal logits adds log(TP) to the loss, a value whose "
         "gradient is complete on no rank is used as if it were."
     ),
@@ -60,11 +60,11 @@ RELABEL = RuleDoc(
 )
 SIDE_INPUT = RuleDoc(
     code="PP205",
-    title="a mask, ids or positions are not cut as the tensor that they go with",
+    title="a mask, ids or positions are not sharded like their tensor",
     explanation=(
         "Under sequence or context parallelism each rank has a part of the sequence. A constant that goes with it "
-        "along the same dim must be cut alike, on every stage: a mask that only the stage with the embedding cuts "
-        "has another length on all others."
+        "along the same dim must be sharded in the same way, on every stage: a mask that only the stage with the "
+        "embedding shards has another length on all others."
     ),
     wrong=_example(
         'p.input("x", "s h", tp="S(s)")\np.constant("mask", "s", tp="I")\n'
@@ -101,9 +101,9 @@ UNREDUCED = RuleDoc(
     explanation=(
         "A weight that all ranks of an axis hold, used on values that differ between them, has an addend of its "
         "gradient on each rank: norms under sequence parallelism, every weight under context parallelism, a norm "
-        "over heads that are cut over tp. Their sum over exactly that axis is owed before the optimizer. Without it "
-        "the copies drift apart, slowly, and the loss looks normal. A reduction where none is owed counts the "
-        "gradient once per rank."
+        "over heads that are sharded over tp. The addends must be summed over exactly that axis before the optimizer. "
+        "Without the sum the copies drift apart, slowly, and the loss looks normal. An unnecessary reduction counts "
+        "the gradient once per rank."
     ),
     wrong=_example(
         'p.input("x", "s h", tp="S(s)")\np.parameter("g", "h")\n'
@@ -120,7 +120,7 @@ UNREDUCED = RuleDoc(
 def _check_unreduced(subject: Subject) -> Iterator[Finding]:
     for program in subject.facts.typed_programs:
         layer = derive_types(program)
-        unknown = {problem.axis for problem in layer.problems}  # there the uses of parameters are not all known
+        unknown = {problem.axis for problem in layer.problems}  # not all uses of parameters are known
         for parameter in program.parameters:
             name = parameter.value.name
             owed = [axis for axis in layer.partial_over[name] if axis not in unknown]
@@ -134,7 +134,7 @@ def _check_unreduced(subject: Subject) -> Iterator[Finding]:
             for own in (*described.parameters, *described.borrowed):
                 name = own.name.removeprefix(f"{described.name}.")
                 value = needed.values.get(name)
-                is_trained = value is None or value.differentiable  # others have zeros, which are summed with the rest
+                is_trained = value is None or value.differentiable  # others have zeros in the sum
                 over_ep = {"ep"} if spec.topology.ep > 1 and is_trained and "ep" not in own.sharded_over else set()
                 yield from _compare(own.name, needed.partial_over.get(name, ()), {*own.partial_over, *over_ep})
 
@@ -159,11 +159,11 @@ _TOPOLOGY = "{'pp': 2, 'tp': 2, 'sequence_parallel': True}"
 
 COLLECTIVES = RuleDoc(
     code="PP207",
-    title="a layer's collectives are not those that its types need",
+    title="a layer lists other collectives than its types need",
     explanation=(
-        "The layouts before and after each operation determine the collectives of a layer's forward pass, and "
-        "the duals of the layouts those of its backward pass. A layer whose description lists others would compute "
-        "with values that were never reduced or gathered, or wait for a collective that no one else issues."
+        "The layouts before and after each operation determine the collectives of a layer's forward pass; the duals "
+        "of the layouts determine the collectives of its backward pass. A layer whose description lists others would "
+        "compute with values that were never reduced or gathered, or wait for a collective that no rank issues."
     ),
     wrong=of_small_plan(
         _TOPOLOGY,
@@ -196,7 +196,7 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
 
 
 def _first_difference(listed: Sequence[Collective], expected: Sequence[Collective]) -> int | None:
-    """The first place at which two sequences issue different calls; None if they are alike. Labels do not count."""
+    """The first index at which two sequences differ; None if they are equal. Labels do not count."""
     ours, theirs = ([(c.kind, c.axis, c.numel, c.reduction, c.dtype) for c in calls] for calls in (listed, expected))
     if ours == theirs:
         return None

@@ -2,21 +2,21 @@
 
 Rows may name buffers of their rank (``recv[0]``), or of another rank
 (``symmetric@1``: one-sided access to memory of rank 1). In addition, the kind
-of an operation implies what it does to the tensors of its stage and
-micro-batch, which are fresh in every step:
+of an operation implies its uses of the tensors of its stage and micro-batch,
+which are fresh in every step:
 
-- a receive writes the tensor that its stage gets; a forward, or a backward,
-  reads it, after the gather where a slice came;
-- a forward writes its output and what it keeps, a backward the gradient of
-  its input; sends read these, after the slice where a slice goes;
-- between two stages of one rank the second reads what the first wrote; so do all consumers of a direct edge there;
-- backwards read what was kept, and what the forward got, and add to the
-  stage's gradient, which reductions and scalings change and the optimizer reads;
+- a receive writes the tensor for its stage; a forward, or a backward, reads it,
+  after the gather if slices arrive;
+- a forward writes its output and its kept activations, a backward the gradient
+  of its input; sends read these, after the slice if slices are sent;
+- between two stages of one rank the second reads the result of the first; so do all consumers of a direct edge there;
+- backwards read the kept activations and the input of the forward, and add to
+  the stage's gradient, which reductions and scalings change and the optimizer reads;
 - ``UNSHARD`` writes the stage's whole weights, ``RESHARD`` frees them, and
   ``GATHER_WEIGHT`` reads and writes them;
-- ``OFFLOAD`` copies what was kept into host memory, and ``RELOAD`` copies that
-  into other memory of the device, where there is one, which backwards read then;
-- ``FREE(x)`` frees what x reads and writes; of a copy, only what it reads.
+- ``OFFLOAD`` copies the kept activations into host memory, and ``RELOAD`` copies
+  them into other memory of the device, from which backwards then read;
+- ``FREE(x)`` frees the buffers that x reads and writes; for a copy, only those that it reads.
 
 An operation uses its buffers from its start to its done; a collective uses
 memory of another rank until that rank's member is done. Gradients, weights and
@@ -53,9 +53,9 @@ class Uses:
 
     ``mode`` has the bits READS, WRITES and FREES. Buffers are numbers: first
     the tensors of one micro-batch, then from ``first_persistent`` gradients and
-    weights, then from ``first_named`` what rows name. ``names`` holds these by
-    place: ``(rank, name)``. A use lasts from the start of ``op`` to the done of
-    ``end``, which is another operation only where a collective uses memory of
+    weights, then from ``first_named`` the buffers that rows name. ``names`` holds
+    these by position: ``(rank, name)``. A use lasts from the start of ``op`` to the
+    done of ``end``, which is another operation only if a collective uses memory of
     another rank.
     """
 
@@ -73,7 +73,7 @@ class Uses:
 
     @cached_property
     def last_change(self) -> tuple[IntColumn, IntColumn]:
-        """For each use, where the uses of its buffer begin, and the last write or free before it there (else NONE)."""
+        """For each use, the first use of its buffer, and the last write or free before it (else NONE)."""
         if not len(self):
             return self.buffer, self.buffer
         index = np.arange(len(self))
@@ -93,13 +93,13 @@ class Uses:
         return np.asarray((self.mode & (WRITES | FREES)) != 0)
 
     def at(self, places: IntColumn) -> Uses:
-        """The uses at these places, in this order."""
+        """The uses at these indices, in this order."""
         buffer, op, end, mode = (column[places] for column in (self.buffer, self.op, self.end, self.mode))
         return replace(self, buffer=buffer, op=op, end=end, mode=mode)
 
     @cached_property
     def shared(self) -> set[int]:
-        """Buffers that collectives of several ranks use together: each member its part."""
+        """Buffers that collectives of several ranks share: each member uses its part."""
         return set(self.buffer[self.end != self.op].tolist())
 
     @property
@@ -156,7 +156,7 @@ def _named(graph: OpGraph, first: int) -> tuple[tuple[IntColumn, IntColumn, IntC
 def _ends(
     graph: OpGraph, buffer: IntColumn, op: IntColumn, first_named: int, names: Sequence[tuple[int, str]]
 ) -> IntColumn:
-    """By whose done each use has ended: the operation's own, or that of the member on the buffer's rank."""
+    """The operation whose done ends each use: the user itself, or the member on the buffer's rank."""
     named = np.flatnonzero(buffer >= first_named)
     if not len(named):
         return op
@@ -170,7 +170,7 @@ def _ends(
 
 
 def _where(name: str, own_rank: int, num_ranks: int) -> tuple[int, str]:
-    """The rank that holds a buffer: the row's own, or, of ``name@rank``, that one."""
+    """The rank that holds a buffer: the row's own, or ``rank`` for ``name@rank``."""
     base, _, at = name.rpartition("@")
     if base and at.isdecimal() and int(at) < num_ranks:
         return int(at), base
@@ -180,7 +180,7 @@ def _where(name: str, own_rank: int, num_ranks: int) -> tuple[int, str]:
 def _freed(
     graph: OpGraph, parts: Sequence[tuple[IntColumn, IntColumn, IntColumn]]
 ) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """Buffers that each FREE(x) frees: all that x uses, and of a copy the original alone."""
+    """Buffers that each FREE(x) frees: all buffers of x, or only the original if x is a copy."""
     frees = np.flatnonzero(graph.kind == KIND_CODE[OpKind.FREE])
     target = _targets(graph, frees)
     frees, target = frees[target != NONE], target[target != NONE]
@@ -195,7 +195,7 @@ def _freed(
 
 
 def _targets(graph: OpGraph, frees: IntColumn) -> IntColumn:
-    """The operation that each FREE names: the last of its name before it on its rank, else the first after it."""
+    """The operation that each FREE names: the last such operation before it on its rank, else the first after it."""
     target = np.full(len(frees), NONE, dtype=np.int64)
     named = {int(graph.target_kind[free]) for free in frees}
     candidates = np.flatnonzero(np.isin(graph.kind, list(named)) & (graph.target_kind == NONE))
@@ -207,7 +207,7 @@ def _targets(graph: OpGraph, frees: IntColumn) -> IntColumn:
     order = np.argsort(key, kind="stable")
     candidates, place_key = candidates[order], key[order] * graph.num_ops + candidates[order]
     after = np.searchsorted(place_key, free_key * graph.num_ops + frees)
-    for index in (after, after - 1):  # the one before it, where there is one, has the last word
+    for index in (after, after - 1):  # an operation before it, if there is one, takes precedence
         inside = (index >= 0) & (index < len(candidates))
         fits = np.flatnonzero(inside)[place_key[index[inside]] // graph.num_ops == free_key[inside]]
         target[fits] = candidates[index[fits]]

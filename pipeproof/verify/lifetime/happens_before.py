@@ -1,10 +1,10 @@
 """Happens-before in columns: the events that definitely come before an event.
 
 ``tests/verify/lifetime_definition.py`` has the definition, on networkx. Here the
-same order is in arrays: ``Order.definitely_before`` answers for whole columns of pairs and knows
-what ordinary programs are made of (program order on one queue, a wait between
-two operations); ``Order.before`` is exact and walks the events from one
-operation until it meets the other, for the few pairs that the first leaves open.
+same order is in arrays: ``Order.definitely_before`` answers for whole columns of
+pairs and knows the common cases (program order on one queue, a wait between two
+operations); ``Order.before`` is exact and walks the events from one operation
+until it meets the other, for the few pairs that remain open.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS
 
 Adjacency = tuple[IntColumn, IntColumn]
-"""The neighbours of each event, one event's after another's, and where those of each event begin."""
+"""The neighbours of all events in one column, grouped by event, and the offset of each event."""
 
 
 def meet(followers: Adjacency, start: int, leaders: Adjacency, goal: int, *, near: tuple[int, int]) -> bool:
     """Return True if there is a path from ``start`` to ``goal``; events in the range ``near`` are tried first.
 
-    The two walks take turns, so the cost is that of the smaller side where there is no way.
+    The two walks alternate: without a path, the smaller side determines the cost.
     """
     ahead, back = _Walk(followers, start), _Walk(leaders, goal)
     while True:
@@ -39,14 +39,14 @@ def meet(followers: Adjacency, start: int, leaders: Adjacency, goal: int, *, nea
 
 
 def adjacency(tails: IntColumn, heads: IntColumn, num_events: int) -> Adjacency:
-    """The heads of each event's edges, one event's after another's, and where those of each event begin."""
+    """The heads of all edges in one column, grouped by tail event, and the offset of each event."""
     by_tail = np.argsort(tails, kind="stable")
     last = max(num_events - 1, int(tails.max(initial=0)), int(heads.max(initial=0)))
     return heads[by_tail], np.searchsorted(tails[by_tail], np.arange(last + 2))
 
 
 class _Walk:
-    """A depth-first walk over events, those of operations between the two in question first."""
+    """A depth-first walk over events, first over operations between the two ends."""
 
     def __init__(self, graph: Adjacency, start: int) -> None:
         self._heads, self._first = graph
@@ -73,7 +73,7 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The order of events of one step, or of several in a row. All columns have one entry per operation.
+    """The order of events of one step, or of several steps in sequence. All columns have one entry per operation.
 
     ``rank``, ``queue``, ``channel``, ``waits_for``, ``match``, ``group`` and
     ``position`` are as in ``OpGraph`` (``group`` of collectives only). ``run``
@@ -112,7 +112,7 @@ class Order:
 
     @cached_property
     def call(self) -> IntColumn:
-        """A number that is equal for the members of one collective; NONE for any other operation."""
+        """A number that is equal for the members of one collective; NONE for other operations."""
         called = self.group != NONE
         number = packed(self.group, np.where(called, self.position, NONE), self.step)
         return np.where(called, number, NONE)
@@ -196,7 +196,7 @@ class Order:
 
 
 def order_of(graph: OpGraph, backend: BackendTable, *, num_steps: int = 1) -> Order:
-    """The order of a graph's events under what the backend promises, over ``num_steps`` steps run one after another.
+    """The order of a graph's events by the backend's promises, over ``num_steps`` consecutive steps.
 
     Steps follow each other on every queue, as if the programs were written
     ``num_steps`` times in a row. A child collective runs inside its parent:
@@ -230,7 +230,7 @@ def order_of(graph: OpGraph, backend: BackendTable, *, num_steps: int = 1) -> Or
 
 
 def _repeated(one: Order, offsets: IntColumn, num_steps: int) -> Order:
-    """The order of several steps: each rank's operations so many times in a row."""
+    """The order of several steps: each rank's operations repeated ``num_steps`` times."""
     first, length = offsets[one.rank], np.diff(offsets)[one.rank]
     ids = [one.home + (num_steps - 1) * first + step * length for step in range(num_steps)]
     origin = np.argsort(np.concatenate(ids), kind="stable")
@@ -299,7 +299,7 @@ def _entries(order: Order) -> tuple[IntColumn, IntColumn]:
 
 
 def _last_before(order: Order, rows: IntColumn, which: BoolColumn) -> IntColumn:
-    """For each of ``rows`` the last operation of its rank that is one of ``which`` and comes before its batch."""
+    """For each of ``rows``, the last operation of its rank in ``which`` before its batch."""
     begins = np.flatnonzero(np.diff(order.run, prepend=NONE))
     first_of_run = begins[np.searchsorted(begins, rows, side="right") - 1]
     places = np.where(which, np.arange(order.num_ops), NONE)

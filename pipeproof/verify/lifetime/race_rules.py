@@ -1,4 +1,4 @@
-"""501 to 508: uses of one buffer that nothing keeps apart, and operations out of their sequence."""
+"""501 to 508: unordered uses of one buffer, and operations in the wrong order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class UseText:
         return f"{self.text(index)} {self.does(index)} {self.buffer(*pair)}"
 
     def buffer(self, first: int, second: int) -> str:
-        """The buffer of two uses, by its name or by what makes it."""
+        """The buffer of two uses, by its name or by its writer."""
         named = self._uses.name_of(int(self._uses.buffer[first]))
         if named is not None:
             return f"buffer `{named[1]}`"
@@ -120,10 +120,10 @@ def place_of_schedule(subject: Subject) -> Location | None:
 
 
 def count_of_rest(subject: Subject, doc: RuleDoc, total: int) -> Iterator[Finding]:
-    """One finding that counts those of ``total`` that are beyond the first ``MOST_PER_CODE``, if there are any."""
+    """One finding that counts the findings after the first ``MOST_PER_CODE``, if there are any."""
     if total > MOST_PER_CODE:
         yield doc.finding(
-            f"and {total - MOST_PER_CODE} more that look alike, not checked one by one",
+            f"and {total - MOST_PER_CODE} more of this kind, not checked one by one",
             location=place_of_schedule(subject),
         )
 
@@ -149,8 +149,8 @@ USE_UNDER_RECEIVE = RuleDoc(
     code="PP502",
     title="a received tensor is used before its receive is known to be done",
     explanation=(
-        "An asynchronous receive writes its buffer at some time between its post and its wait. What reads the "
-        "buffer before the wait reads old values, or half of the message; what writes it may be overwritten."
+        "An asynchronous receive writes its buffer at some time between its post and its wait. A read of the "
+        "buffer before the wait gets old values, or half of the message; a write before it may be overwritten."
     ),
     wrong=("rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} 1F0 WAIT(1RECV_F0)"),
     right=("rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
@@ -160,10 +160,10 @@ FREED_IN_USE = RuleDoc(
     code="PP503",
     title="memory is freed while something still uses it",
     explanation=(
-        "A buffer is given back while a transfer or another queue may still read or write it, or is read (or freed) "
-        "again after that with nothing written in between. The allocator gives the memory to another tensor: "
-        "NaN, a wrong loss, or a crash, and only sometimes. Freeing an output after its send needs the send's wait in "
-        "between; freeing what a side queue reads needs a wait for that queue. With `buffers.free_output: "
+        "A buffer is freed while a transfer or another queue may still read or write it, or is read (or freed) "
+        "again afterwards with nothing written in between. The allocator gives the memory to another tensor: "
+        "NaN, a wrong loss, or a crash, and only sometimes. To free an output after its send, wait for the send "
+        "first; to free a buffer that a side queue reads, wait for that queue first. With `buffers.free_output: "
         "after_send_posted` no asynchronous send is safe."
     ),
     wrong=("rank 0: 0F0 0SEND_F0{peer=1} FREE(0SEND_F0) WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
@@ -175,8 +175,8 @@ NO_ORDER = RuleDoc(
     title="two queues use one buffer, and nothing orders them",
     explanation=(
         "Operations on different queues (CUDA streams), members of one batch, or one-sided accesses from another "
-        "rank have an order only where a wait, a collective or a message makes one. Here at least one of the two "
-        "writes. A wait that holds another queue than the one that uses the buffer does not help, nor does one for "
+        "rank are ordered only by a wait, a collective or a message. Here at least one of the two "
+        "writes. A wait that holds another queue than the one that uses the buffer does not help, nor does a wait for "
         "an earlier operation."
     ),
     wrong="rank 0: 0F0 0B0 0REDUCE_GRAD:dp{queue=side} 0STEP",
@@ -187,8 +187,8 @@ ACROSS_STEPS = RuleDoc(
     code="PP508",
     title="the next step uses a buffer that this step may still be using",
     explanation=(
-        "Within one step all is in order, but gradients, weights and named buffers are the same in the next step. "
-        "An operation on a queue of its own at the end of the step, for which nothing waits, conflicts with the first "
+        "Within one step everything is ordered, but gradients, weights and named buffers are the same in the next. "
+        "An operation on its own queue at the end of the step, for which nothing waits, conflicts with the first "
         "operations of the next step."
     ),
     wrong="rank 0: 0F0{writes=act} 0B0 WAIT(0F0){queue=side} 0ALL_GATHER:tp{queue=side reads=act group=0}\ngroup tp: 0",
@@ -302,7 +302,7 @@ NEVER_WAITED = RuleDoc(
 
 UNWRITTEN = RuleDoc(
     code="PP506",
-    title="something is read that nothing has written",
+    title="a buffer is read before it is written",
     explanation=(
         "The operation comes before the write of its buffer: a send before the computation whose result it "
         "sends, a computation before its receive is even posted. It reads the old contents of the memory: zeros in "

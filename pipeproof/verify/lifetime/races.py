@@ -1,11 +1,11 @@
 """Races and wrong sequences among the uses of each buffer, in columns.
 
-Uses of a buffer are looked at in program order. It suffices that each use
-comes after the write or free before it, and each write or free after all uses
-since the one before: then all conflicting uses are in order. Such pairs are as
-many as there are uses. Where a pair is not in order for one of the common
-reasons, the exact order decides, and if that runs against the program, all
-pairs of the buffer are looked at.
+Uses of a buffer are examined in program order. If each use comes after the
+previous write or free, and each write or free after all uses since the previous
+one, then all conflicting uses are in order. There are as many such pairs as
+uses. If a pair is not in order for one of the common reasons, the exact order
+decides, and if that contradicts the program, all pairs of the buffer are
+examined.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Pair = tuple[int, int]
 
 @dataclass
 class Races:
-    """Races that ``find_races`` found, by code; places are of the uses that were searched.
+    """Races that ``find_races`` found, by code, as indices of the searched uses.
 
-    ``racing`` buffers have a race, ``reordered`` ones an order that is not
-    that of the program. ``unexamined`` counts, by code, pairs that were left
+    ``racing`` buffers have a race, ``reordered`` buffers an order other than
+    the program's. ``unexamined`` counts, by code, pairs that were left
     out because enough races of that code were found.
     """
 
@@ -46,7 +46,7 @@ class Races:
 
 
 def neighbours(uses: Uses) -> tuple[IntColumn, IntColumn]:
-    """Pairs of uses (places, earlier and later) whose order implies that of all conflicting uses."""
+    """Pairs of uses (indices, earlier and later): if they are ordered, all conflicting uses are."""
     begins, last = uses.last_change
     after_change = np.flatnonzero(last != NONE)
     index = np.arange(len(uses))
@@ -57,7 +57,7 @@ def neighbours(uses: Uses) -> tuple[IntColumn, IntColumn]:
 
 
 def find_races(order: Order, uses: Uses, code_of: Callable[[Pair], str | None], *, most: int) -> Races:
-    """Every race, named by ``code_of`` (None: not looked at); of one code no more than ``most``.
+    """Every race, named by ``code_of`` (None: ignored); at most ``most`` of one code.
 
     Linear in uses, plus one walk of the events for each pair that program
     order and waits do not settle.
@@ -101,7 +101,7 @@ def _check_pair(
 
 
 def settled(order: Order, uses: Uses, races: Races) -> Uses:
-    """The uses of buffers without races, each buffer's in the order in which they happen.
+    """The uses of buffers without races, by buffer in their actual order.
 
     Buffers that collectives of several ranks use together have no such order, and are left out.
     """
@@ -118,7 +118,7 @@ def settled(order: Order, uses: Uses, races: Races) -> Uses:
 
 
 def after_free(uses: Uses) -> IntColumn:
-    """Uses (places) of a buffer that was freed and not written since; writes alone bring it back."""
+    """Uses (places) of a buffer that was freed and not written since; only a write makes it usable again."""
     _, last = uses.last_change
     after_change = np.flatnonzero(last != NONE)
     gone = after_change[(uses.mode[last[after_change]] & FREES) != 0]
@@ -160,11 +160,11 @@ class Lifetimes:
     def covered_elsewhere(self) -> BoolColumn:
         """Mask of the entries of ``in_order`` that need no write before them, or whose write other rules check.
 
-        A stage's gradient is zero when a step begins, and what the optimizer
-        alone writes was there before the first step; so was a sum that the
-        end of the step leaves ready for the next. What a backward reads of
-        its forward, and one stage of the one before on the same rank, is a
-        matter of completeness (PP121 to PP127).
+        A stage's gradient is zero when a step begins, and a buffer that only the
+        optimizer writes existed before the first step; so did a sum that the
+        end of the step prepares for the next. Other rules check what a backward
+        reads from its forward, and a stage from the previous one on the same
+        rank (PP121 to PP127).
         """
         graph, uses = self.subject.graph, self.in_order
         computes = graph.is_kind(COMPUTE_KINDS)[uses.op]
@@ -176,9 +176,9 @@ class Lifetimes:
 
     @cached_property
     def unwritten(self) -> IntColumn:
-        """Reads (places in ``in_order``) that come before every write of a buffer that the program does write or free.
+        """Reads (indices in ``in_order``) before every write of a buffer that the program does write or free.
 
-        Uses that are covered elsewhere count neither as such reads nor as writes.
+        Uses in ``covered_elsewhere`` count neither as such reads nor as writes.
         """
         uses, ignored = self.in_order, self.covered_elsewhere
         _, last = uses.last_change
@@ -200,7 +200,7 @@ class Lifetimes:
 
     @cached_property
     def over_steps(self) -> tuple[Order, Uses, Races]:
-        """The same for two steps in a row, of what lasts: races between a use and one of the next step."""
+        """Persistent buffers over two consecutive steps: races between a use and a use of the next step."""
         graph = self.subject.graph
         persistent = self.uses.at(np.flatnonzero(self.uses.buffer >= self.uses.first_persistent))
         persistent = persistent.at(np.flatnonzero(~np.isin(persistent.buffer, list(self.races.racing))))
@@ -219,7 +219,7 @@ class Lifetimes:
     def unwaited(self) -> IntColumn:
         """Transfers on their default queues that have a partner and that nothing waits for.
 
-        One that is waited for before it is posted has a finding of its own
+        A transfer that is waited for before it is posted has a finding of its own
         (PP402) and is left out.
         """
         graph = self.subject.graph

@@ -1,4 +1,4 @@
-"""504: pools of slots that transfers share, and the smallest number that is enough; 515, 516: offloaded activations.
+"""504: pools of slots that transfers share, and the smallest sufficient number; 515, 516: offloaded activations.
 
 With ``buffers.receive_slots: n`` the k-th receive of a channel goes into slot
 k modulo n, and the stage works on the tensor there: the slot is free once the
@@ -33,7 +33,7 @@ _MOST_POOLS = 4
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """The slots of one end of a channel: its transfers in order, and what must be done before a slot is free.
+    """The slots of one end of a channel: its transfers in order, and the operations that hold a slot.
 
     ``holders`` has shape [kinds of holders, transfers]; NONE where a transfer
     has none of that kind.
@@ -76,8 +76,8 @@ class Pool:
     def by_program(self) -> int:
         """The number of slots that is enough if operations happen in program order.
 
-        A transfer that comes only after all holders of an earlier one can
-        take its slot; what comes before that, and itself, need slots of their own.
+        A transfer after all holders of an earlier one can take its slot; the
+        transfers in between, and itself, need slots of their own.
         """
         until = np.searchsorted(self.transfers, self.holders.max(axis=0))
         return max(1, int((until - np.arange(len(self.transfers))).max(initial=1)))
@@ -135,7 +135,7 @@ def smallest_slots(subject: Subject, *, incoming: bool) -> int:
 
 
 def _orders(subject: Subject) -> tuple[Order, Order | None]:
-    """The order of a step, and of two where queues of other names may reach from one step into the next."""
+    """The order of one step, and of two if queues of other names may reach from one step into the next."""
     graph = subject.graph
     plain = not ((graph.queue > 0).any() or (graph.batch != NONE).any())
     return subject.once(lifetimes).order, None if plain else order_of(graph, subject.backend, num_steps=2)
@@ -205,7 +205,7 @@ _ROUND_TRIP = (
 
 NOTHING_TO_COPY = RuleDoc(
     code="PP515",
-    title="a copy of activations that are not there",
+    title="a copy of activations that do not exist",
     explanation=(
         "`OFFLOAD` copies what a forward keeps for its backward into host memory, and `RELOAD` copies that back. A "
         "reload without an offload of the same work item on its rank, or an offload without a forward, reads memory "
@@ -261,7 +261,7 @@ def _check_freed(subject: Subject) -> Iterator[Finding]:
 
 
 def _without(graph: OpGraph, these: BoolColumn, those: BoolColumn) -> IntColumn:
-    """Operations of ``these`` (a mask) without one of ``those`` for the same rank, stage and work item."""
+    """Operations in the mask ``these`` without one in ``those`` for the same rank, stage and work item."""
     if not these.any():
         return np.flatnonzero(these)
     key = packed(graph.rank, graph.stage, graph.work_item)

@@ -14,7 +14,7 @@ from pipeproof.schedule.ops import COMPUTE_KINDS, COPY_KINDS, GATHER_KINDS, KIND
 from pipeproof.stages.describe.boundary import DirectEdge
 
 READS, WRITES, FREES = 1 << READ, 1 << WRITE, 1 << FREE
-"""Bits of what an operation does to a buffer."""
+"""Bits of an operation's effect on a buffer."""
 
 Part = tuple[IntColumn, IntColumn, int]
 """(buffer, operation, bits): uses of one kind as columns."""
@@ -29,7 +29,7 @@ _ADDERS = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
 _REDUCERS = (OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD)
 
 OUTPUT, INPUT_GRAD, KEPT, INPUT, OUTPUT_GRAD, HOST, RELOADED = range(7)
-"""Tensors of a stage and micro-batch; INPUT and OUTPUT_GRAD only where they are gathered of slices.
+"""Tensors of a stage and micro-batch; INPUT and OUTPUT_GRAD only if they are gathered from slices.
 
 HOST is the copy of KEPT in host memory, RELOADED the copy of HOST on the device: other memory than KEPT.
 """
@@ -63,7 +63,7 @@ class _Numbering:
 
 
 class StageTensors:
-    """Uses of what each stage has of each micro-batch (``flow``), and of what lasts over steps (``persistent``).
+    """Uses of the tensors of each stage and micro-batch (``flow``), and of persistent ones (``persistent``).
 
     A *place* is a (rank, stage, micro-batch) that occurs in the graph. ``direct`` are the plan's direct edges.
     """
@@ -82,7 +82,7 @@ class StageTensors:
         self._kind_of_row = graph.kind[self.rows]
 
     def _stage_key(self, rows: IntColumn, *, step: int = 0) -> IntColumn:
-        """A key of (rank, stage + ``step``), which is from one before the first stage to one behind the last."""
+        """A key of (rank, stage + ``step``), from one before the first stage to one after the last."""
         graph = self._graph
         return graph.rank[rows] * (self._num_stages + 2) + graph.stage[rows] + step + 1
 
@@ -116,7 +116,7 @@ class StageTensors:
 
     @cached_property
     def _entry(self) -> IntColumn:
-        """By operation, for what crosses the rank's boundary: a number for (place, direction, tensor, part).
+        """By operation that crosses the rank's boundary, a number for (place, direction, tensor, part).
 
         Parts are what the messages of one tensor write, where several bring it.
         """
@@ -188,7 +188,7 @@ class StageTensors:
                 yield buffer[user != NONE], user[user != NONE], READS
 
     def _users(self, consumers: tuple[OpKind, ...]) -> Iterator[IntColumn]:
-        """By place, who reads what arrives: the operation it is for, and what follows from it in the backward."""
+        """By place, the readers of an arriving tensor: its consumer, and the backward operations that need it again."""
         yield self.first_at(self.of_kind(*consumers))
         if not self.is_plain:
             later = _BACKWARDS if OpKind.FORWARD in consumers else ()
@@ -206,7 +206,7 @@ class StageTensors:
         yield self._at(source[local], name), alone[local], READS
 
     def _direct(self, edge: DirectEdge) -> Iterator[Part]:
-        """Reads of what a direct edge brings and no receive of their own stage does: it is on the rank already."""
+        """Reads of a direct edge's tensor that is already on the rank, without a receive of their own stage."""
         graph, recvs = self._graph, self.of_kind(_RECVS[0])
         named = np.array([tensor.member == edge.name for tensor in graph.tensors])[graph.tensor[recvs]]
         received = self.first_at(recvs[named & (graph.index[recvs] == edge.producer)])
