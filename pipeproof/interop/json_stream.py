@@ -1,4 +1,4 @@
-"""Values of a large JSON text, decoded one by one from a window of it, so that memory depends on single values."""
+"""Values of a large JSON text, decoded one by one from a window: memory depends on single values."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class JsonStream:
             return decoded
 
     def error(self, message: str) -> Exception:
-        """Return the error of this place."""
+        """Return the error at this position."""
         return self._refusal(f"{message}, at character {self._before + self._at} of the text")
 
     def _fill(self) -> bool:

@@ -45,9 +45,9 @@ class AnswerError(ValueError):
 class Answers:
     """Answers that a new plan is made from.
 
-    ``model`` is ``SMALL_MODEL``, or what ``tune`` takes. Without ``device``, the plan runs on CPUs. The data-parallel
-    ranks are what the other axes leave of the ``gpus`` devices (or processes). ``global_batch`` and
-    ``micro_batch_size`` are numbers of sequences. ``settings`` are values by key of the plan, which win.
+    ``model`` is ``SMALL_MODEL``, or a model for ``tune``. Without ``device``, the plan runs on CPUs. The other axes of
+    the ``gpus`` devices (or processes) determine the data-parallel ranks. ``global_batch`` and ``micro_batch_size``
+    are numbers of sequences. ``settings`` are values by key of the plan, which replace all others.
     """
 
     model: str
@@ -198,7 +198,7 @@ def _comment(spec: PlanSpec, path: KeyPath) -> str:
 
 
 def _wrapped(line: str) -> Iterator[str]:
-    """A line, with its comment above it where both are too long for one."""
+    """A line, with its comment above it if both together are too long."""
     code, mark, comment = line.partition("  # ")
     if not mark or len(line) <= _WIDTH:
         yield line
@@ -209,7 +209,7 @@ def _wrapped(line: str) -> Iterator[str]:
 
 
 def load_new(plan: Mapping[str, Any], path: Path, text: str) -> LoadedPlan:
-    """Load the text as from its file, so that findings have its lines.
+    """Load the text as from its file: findings have its lines.
 
     Raises:
         PlanFileError: it is not a valid plan.

@@ -1,4 +1,4 @@
-"""The model that ``tune`` is given: a plan, files of another tool, a ``config.json``, or the name of a public model."""
+"""The model for ``tune``: a plan, files of another tool, a ``config.json``, or the name of a public model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Launch arguments of a plan, proved by importing them again.
 
-Arguments whose import is another plan are not written: the difference names what
-the framework has no argument for.
+Arguments whose import differs from the plan are not written: the error names the keys
+without an argument of the framework.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipeproof.stages.describe.model_family import stage_layers
 
 
 def paddle_arguments(spec: PlanSpec) -> str:
-    """The arguments as YAML; what the trainer has no settings for is left out, which its import shows."""
+    """The arguments as YAML; keys without a setting of the trainer are left out, which its import shows."""
     topology, schedule = spec.topology, spec.schedule
     replicas = topology.dp * topology.ep
     settings: dict[str, Any] = {
@@ -66,7 +66,7 @@ def paddle_arguments(spec: PlanSpec) -> str:
 
 
 _NOT_LAUNCHED = ("pipeproof", "cost", "suppress", "buffers")
-"""Sections that have no part in a launch."""
+"""Sections that a launch does not need."""
 
 _NOT_IN_MEMORY = (
     "budget_gib", "overhead_gib", "dtype", "attention", "gradient_dtype", "optimizer_bytes", "optimizer_ranks",
@@ -77,7 +77,7 @@ gathers sequence-parallel activations again."""
 
 
 class NoArgumentsError(ValueError):
-    """A plan that a framework has no arguments for; the message has the keys."""
+    """A framework has no arguments for some keys of a plan; the message has the keys."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _launched(spec: PlanSpec) -> dict[str, Any]:
     data["schedule"].pop("framework")  # only `tune` reads it
     data["stages"] = [list(names) for names in stage_layers(spec)]
     model = data["model"]
-    (model["moe"] or {}).pop("combine", None)  # an order of sums, for which nobody has a flag
+    (model["moe"] or {}).pop("combine", None)  # an order of sums, without a flag in any framework
     if model["dropout"] is None:
         model["dropout"] = {"embedding": 0.0, "attention": 0.0, "hidden": 0.0}
     return data
@@ -179,7 +179,7 @@ _MODERN = (
 
 
 def model_config(spec: PlanSpec) -> dict[str, Any]:
-    """The sizes, and a type of model that has the plan's norms, positions and biases; "llama" without one."""
+    """The sizes, and a type of model that has the plan's norms, positions and biases; "llama" if there is none."""
     data: dict[str, Any] = {"model_type": type_of_parts(spec.gpt)}
     model = spec.gpt.model_dump(mode="json")
     for name in _MODERN:
@@ -199,7 +199,7 @@ _RANKS_PER_NODE = 8
 
 
 def megatron_script(spec: PlanSpec) -> str:
-    """The script; what Megatron-LM has no arguments for is left out, which its import shows."""
+    """The script; keys without an argument of Megatron-LM are left out, which its import shows."""
     world = spec.topology.num_ranks
     per_node = min(world, _RANKS_PER_NODE)
     groups = (_model(spec), _parallelism(spec), _schedule(spec), _training(spec))

@@ -81,7 +81,7 @@ def test_a_real_job_of_torchtitan():
 @pytest.mark.parametrize(
     ("more", "flags", "message", "code"),
     [
-        ('pipeline_parallel_schedule = "1F2B"', {}, "`1F2B` is no schedule of PyTorch", "PP170"),
+        ('pipeline_parallel_schedule = "1F2B"', {}, "`1F2B` is not a schedule of PyTorch", "PP170"),
         ("pipeline_parallel_microbatch_size = 3", {}, "local_batch_size 8 does not divide by", "PP171"),
         (
             "pipeline_parallel_layers_per_stage = 1",
@@ -152,7 +152,7 @@ def test_each_takes_one_file(kind):
     ("kind", "name", "text", "said", "fix"),
     [
         ("torchtitan", "job.toml", "[parallelism]\npipeline_parallel_degre = 4\n",
-         "`parallelism.pipeline_parallel_degre` is no key of torchtitan", "`pipeline_parallel_degree`"),
+         "`parallelism.pipeline_parallel_degre` is not a key of torchtitan", "`pipeline_parallel_degree`"),
         ("torchtitan", "job.toml", "[training]\nlocal_batchsize = 4\n", "`training.local_batchsize`",
          "`local_batch_size`"),
         ("torchtitan", "job.toml", "[paralelism]\n", "`paralelism` is no key", "did you mean `parallelism`?"),

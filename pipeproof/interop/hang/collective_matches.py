@@ -33,8 +33,8 @@ def match_entries(dumps: Sequence[Dump]) -> Matches:
 
     Messages match by their position on the channel, collectives by the number
     that their group gives them, and in a coalescing block by their position.
-    Where a buffer was too short to hold all, the first message that is not done
-    at one end matches that at the other end, and a first block is left out.
+    If a buffer was too short for all messages, the first unfinished messages of
+    both ends match, and a first block is left out.
     """
     whole = {dump.rank: dump.whole for dump in dumps}
     launch_of = {
@@ -108,7 +108,7 @@ def _aligned(
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Operations that should match and differ: the ranks that differ from most, or all of them, and finding PP932."""
+    """Operations that should match and differ: the ranks that differ from the majority (or all), and finding PP932."""
 
     entries: tuple[Entry, ...]
     odd_ranks: tuple[int, ...]

@@ -16,7 +16,7 @@ from pipeproof.interop.hang.flight_recorder import Dump, Entry, Launch, State, r
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NO_DUMP, NOT_FINISHED
 
 _Node = tuple[int, int]
-"""A launch that is not done: its rank, and its index among those of its rank; ``_NOTHING`` for a rank without one."""
+"""A launch that is not done: its rank, and its index among the rank's launches; ``_NOTHING`` for a rank without one."""
 _NOTHING = -1
 _LEFT_OUT = ".."
 _NEIGHBOURS = 1
@@ -47,7 +47,7 @@ class HangReport:
         return ranks_text(self.causes) if self.causes else "rank unknown"
 
     def lines(self) -> Iterator[str]:
-        """Return the cause, and the last operation of each rank, those of the cause first; nothing without a hang."""
+        """Return the cause, and the last operation of each rank, the causing ranks first; nothing without a hang."""
         if self.kind == "none":
             return
         yield f"cause: {self._named}"
@@ -117,7 +117,7 @@ class _Waits:
     """The wait graph of dumps.
 
     A launch waits for earlier ones in its queue; if the device has not started it, for all earlier ones of its rank;
-    for its partners; and, where a partner is not issued, for the first launch that blocks the partner's rank.
+    for its partners; and, if a partner is not issued, for the first launch that blocks the partner's rank.
     """
 
     def __init__(self, dumps: Sequence[Dump]) -> None:
@@ -181,7 +181,7 @@ class _Waits:
         return f"let all ranks issue {what} in one global order"
 
     def _excerpt(self, rank: int, number: dict[_Node, int]) -> ProgramExcerpt:
-        """Return the part of a rank's launches around those of the cycle."""
+        """Return the part of a rank's launches around the cycle's launches."""
         launches = self.by_rank[rank].launches
         numbers = [number.get(self._node_of.get(id(launch), (rank, _NOTHING)), 0) for launch in launches]
         marked = [index for index, mark in enumerate(numbers) if mark]
@@ -192,7 +192,7 @@ class _Waits:
         return ProgramExcerpt(rank, texts, marks)
 
     def never_issued(self, absent: Sequence[int]) -> Iterator[Finding]:
-        """Find PP933: one for the ranks that did not come to the same operations."""
+        """Find PP933: one for the ranks that never reached the same operations."""
         together = grouped((tuple(self.graph.waiters((rank, _NOTHING))), rank) for rank in absent)
         for ranks in together.values():
             lines = [f"rank {rank} issued {_last_text(self.by_rank[rank])}" for rank in ranks[:_MOST_NAMED]]
@@ -201,7 +201,7 @@ class _Waits:
             yield absence_finding(NEVER_ISSUED, self.graph, nodes, what, lines)
 
     def not_finished(self, node: _Node) -> Finding:
-        """Return finding PP935 about a launch that waits only for its partners, which wait for nothing else either."""
+        """Return finding PP935 about a launch that waits only for its partners, which also wait for nothing else."""
         launch = self._launches[node]
         message = f"{launch.text} is {launch.state.name.lower()} on rank {node[0]} and not done, "
         return NOT_FINISHED.finding(

@@ -62,8 +62,8 @@ class Entry:
     ``index`` is its index among the rank's entries, and ``kind`` the recorded
     name. Sends and receives have a ``channel``, and ``number`` is the position
     on that channel; otherwise ``number`` is the group's count of collectives,
-    which those of one coalescing block share. Sizes are the shapes of all
-    tensors.
+    which the collectives of one coalescing block share. Sizes are the shapes of
+    all tensors.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class Entry:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements that are sent, received or put into a collective; those that an all-gather gives."""
+        """Number of elements of a message or of a collective's input; for an all-gather, of its output."""
         return num_elements(self.op, numel(self.input_sizes), numel(self.output_sizes))
 
     @property
@@ -112,7 +112,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Launch:
-    """Operations that are launched together: one, or all of a batch, which is done when all of them are."""
+    """Operations that are launched together: one, or all of a batch, which is done when all its operations are."""
 
     rank: int
     entries: tuple[Entry, ...]
@@ -176,7 +176,7 @@ _RANK: Final = re.compile(r"(?P<prefix>.*?)(?P<rank>\d+)(?:\.(?:pkl|pickle|json|
 def files_by_rank(
     directory: Path, pattern: re.Pattern[str], is_one: Callable[[Path], bool] = Path.is_file
 ) -> dict[int, Path]:
-    """Return the file of each rank in a directory, of those that ``is_one`` takes, by the rank in their names.
+    """Return the file of each rank in a directory, among the names that ``is_one`` accepts.
 
     Raises:
         PlanFileError: PP930, two files are of one rank, or the directory cannot be read.
@@ -215,13 +215,13 @@ def _read_content(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise unreadable_dump(f"cannot read `{path}`: {error.strerror}", str(path)) from error
     except ForeignNameError as error:
-        message = f"`{path}` is no Flight Recorder dump: it asks for `{error}`, and a dump has plain values only"
+        message = f"`{path}` is not a Flight Recorder dump: it asks for `{error}`, and a dump has plain values only"
         raise unreadable_dump(message, str(path)) from error
     except (UnreadablePickleError, UnicodeDecodeError) as error:
-        message = f"`{path}` is no Flight Recorder dump, or is cut short: {error or type(error).__name__}"
+        message = f"`{path}` is not a Flight Recorder dump, or is cut short: {error or type(error).__name__}"
         raise unreadable_dump(message, str(path)) from error
     if not isinstance(data, dict) or "version" not in data:
-        raise unreadable_dump(f"`{path}` is no Flight Recorder dump: it has no version", str(path))
+        raise unreadable_dump(f"`{path}` is not a Flight Recorder dump: it has no version", str(path))
     if isinstance(data.get("entries"), list | tuple):
         data["entries"] = list(map(_without_library_frames, data["entries"]))
     return data
@@ -231,7 +231,7 @@ def _json_content(path: Path) -> dict[str, Any]:
     """Read a dump in JSON, entry by entry."""
 
     def refusal(message: str) -> PlanFileError:
-        return unreadable_dump(f"`{path}` is no Flight Recorder dump, or is cut short: {message}", str(path))
+        return unreadable_dump(f"`{path}` is not a Flight Recorder dump, or is cut short: {message}", str(path))
 
     data: dict[str, Any] = {}
     with open_foreign_text(path) as text:
@@ -243,7 +243,7 @@ def _json_content(path: Path) -> dict[str, Any]:
 
 
 def _without_library_frames(entry: Any) -> Any:
-    """Return an entry with the one frame that is reported: frames are most of a dump."""
+    """Return an entry with only its reported frame: frames are most of a dump."""
     if not isinstance(entry, dict) or not isinstance(entry.get("frames"), list | tuple):
         return entry
     return {**entry, "frames": [frame for frame in entry["frames"] if _is_of_user(frame)][:1]}
@@ -251,7 +251,7 @@ def _without_library_frames(entry: Any) -> Any:
 
 def unreadable_directory(directory: Path, error: OSError) -> PlanFileError:
     """Return the error for a directory of dumps, stacks or rings that cannot be listed."""
-    fix = "name the directory of the job's dumps (that of `TORCH_NCCL_DEBUG_INFO_TEMP_FILE`) or rings (that of `watch`)"
+    fix = "name the directory of the job's dumps (from `TORCH_NCCL_DEBUG_INFO_TEMP_FILE`) or rings (from `watch`)"
     return unreadable_dump(f"cannot read `{directory}`: {error.strerror}", str(directory), fix)
 
 
@@ -274,7 +274,7 @@ def read_dumps(directory: Path) -> tuple[Dump, ...]:
     """Read the dumps in a directory, ordered by rank.
 
     Raises:
-        PlanFileError: PP930, a file cannot be read, or is no dump of a known version.
+        PlanFileError: PP930, a file cannot be read, or is not a dump of a known version.
     """
     files = _dump_files(directory)
     contents = {rank: _read_content(path) for rank, path in files.items()}
@@ -305,7 +305,7 @@ def _dump(rank: int, path: Path, data: Mapping[str, Any], members_by_group: Mapp
     reader = _Reader(rank, str(path), _groups(data.get("pg_config"), str(path)), members_by_group, version)
     raw = data.get("entries") or []
     if not isinstance(raw, Sequence) or isinstance(raw, str):
-        raise unreadable_dump(f"`{path}`: `entries` is no list", str(path))
+        raise unreadable_dump(f"`{path}`: `entries` is not a list", str(path))
     try:
         launches = tuple(reader.launches(raw))
     except MALFORMED as error:
@@ -407,7 +407,7 @@ class _Reader:
     def _state(self, entry: Mapping[str, Any]) -> State:
         state = _STATES.get(str(entry["state"]))
         if state is None:
-            raise unreadable_dump(f"`{self.file}`: `{entry['state']}` is no state", self.file)
+            raise unreadable_dump(f"`{self.file}`: `{entry['state']}` is not a state", self.file)
         # Gloo has no events: an operation that is done is only marked as retired.
         is_gloo = str(entry["profiling_name"]).startswith("gloo:")
         return State.COMPLETED if is_gloo and entry.get("retired") else state
@@ -425,7 +425,7 @@ class _Reader:
 
 
 def _queue(entry: Entry) -> tuple[object, ...]:
-    """Return the queue of an entry: unbatched transfers of two ranks have their own communicator, and so a stream."""
+    """Return the queue of an entry: unbatched transfers of two ranks have their own communicator and stream."""
     if entry.channel is None:
         return entry.group, "group"
     return entry.group, min(entry.channel.src, entry.channel.dst), max(entry.channel.src, entry.channel.dst)

@@ -27,9 +27,9 @@ _MOST_BYTES: Final = 1 << 28
 
 @dataclass
 class RasRank:
-    """A rank of a communicator: its process, the number of collectives that it launched by kind, and its trouble.
+    """A rank of a communicator: its process, its number of launched collectives by kind, and its faults.
 
-    ``error`` is an error that NCCL reported; ``is_silent`` and ``is_dead`` are of a process that does not answer.
+    ``error`` is an error that NCCL reported; ``is_silent`` and ``is_dead`` mark a process that does not answer.
     """
 
     rank: int
@@ -126,7 +126,7 @@ def _refused(address: str, why: str) -> PlanFileError:
     return PlanFileError(
         UNREADABLE_STATUS.finding(
             f"NCCL's RAS server at {address} cannot be asked: {why}", None,
-            "name a host of the running job, which has NCCL 2.28.7 or later without NCCL_RAS_ENABLE=0; the port is "
-            "that of NCCL_RAS_ADDR, 28028 by default; of an older NCCL, give dumps of Flight Recorder or py-spy",
+            "name a host of the running job, which has NCCL 2.28.7 or later without NCCL_RAS_ENABLE=0; NCCL_RAS_ADDR "
+            "has the port, 28028 by default; for an older NCCL, give dumps of Flight Recorder or py-spy",
         )
     )  # fmt: skip

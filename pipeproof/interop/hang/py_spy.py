@@ -115,7 +115,7 @@ def read_stack(path: Path) -> Stack:
     """Read a dump of py-spy, text or JSON.
 
     Raises:
-        PlanFileError: PP930, it cannot be read, or is none.
+        PlanFileError: PP930, it cannot be read, or is not a dump.
     """
     try:
         text = read_foreign(path, MAX_BYTES).decode(errors="replace")
@@ -124,11 +124,11 @@ def read_stack(path: Path) -> Stack:
     try:
         return _from_json(text) if text.lstrip().startswith("[") else _from_text(text)
     except MALFORMED as error:
-        raise unreadable_dump(f"`{path}` is no dump of py-spy, or is cut short: {error}", str(path)) from error
+        raise unreadable_dump(f"`{path}` is not a dump of py-spy, or is cut short: {error}", str(path)) from error
 
 
 def ask_py_spy(pid: int) -> Stack | str:
-    """Ask py-spy for the stack of a process of this host; return the reason where there is none.
+    """Ask py-spy for the stack of a process of this host; return the reason if there is none.
 
     The process is not paused: a rank may hang in a call that must not be interrupted.
     """
@@ -148,7 +148,7 @@ def ask_py_spy(pid: int) -> Stack | str:
         try:
             return _from_json(done.stdout)
         except MALFORMED as error:
-            return f"py-spy printed something else than stacks: {error}"
+            return f"py-spy did not print stacks: {error}"
     if "permission" in done.stderr.lower():
         return (
             f"py-spy is not permitted to read PID {pid}: as root run `py-spy dump --pid {pid}`; a container needs "

@@ -1,4 +1,4 @@
-"""Names of operations in Flight Recorder dumps, and the operation that each of them is.
+"""Names of operations in Flight Recorder dumps, and the operation of each name.
 
 PyTorch names an entry after its function, and several functions are one
 operation: members of a group may mix them. A coalescing block has an entry for
@@ -52,6 +52,6 @@ def op_of(name: str) -> str:
 def num_elements(op: str, num_inputs: int, num_outputs: int) -> int:
     """Return the number of elements that the members of a collective have in common, or that a message has.
 
-    Members of an all-gather may put in different numbers; what it gives is the same.
+    Members of an all-gather may have inputs of different sizes; their outputs have the same size.
     """
     return (num_outputs or num_inputs) if op == "all_gather" else (num_inputs or num_outputs)

@@ -29,7 +29,7 @@ def check_imported(
 ) -> CheckResult:  # fmt: skip
     """Check an imported plan with every selected rule, and add the importer's findings.
 
-    Facts that the importer assumed, true or false, are tried the other way, too: where the verdict changes, it is
+    Assumed facts that are true or false are also tried with the opposite value: if the verdict changes, it is
     undecided.
 
     Raises:
@@ -43,7 +43,7 @@ def check_imported(
 
 
 def _checked(imported: Imported, selection: Selection, on_progress: OnProgress | None = None) -> CheckResult:
-    """The check of a plan with what the importer assumed."""
+    """The check of a plan with the importer's assumptions."""
     report = CheckResult(**vars(check(load_imported(imported), selection, on_progress)))
     rephrase, spec = imported.rephrase, report.subject.plan.spec
     rule_findings: Sequence[Finding] = report.findings
@@ -56,7 +56,7 @@ def _checked(imported: Imported, selection: Selection, on_progress: OnProgress |
 
 
 def _deciding(imported: Imported, report: CheckResult, selection: Selection) -> Iterator[Finding]:
-    """Assumed facts with whose opposite the verdict is another one."""
+    """Assumed facts whose opposite value changes the verdict."""
     for assumption in imported.assumptions:
         if imported.again is None or not isinstance(assumption.value, bool):
             continue

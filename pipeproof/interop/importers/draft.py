@@ -28,7 +28,7 @@ MAX_LAYERS = 100_000
 _MISSPELT = 0.88
 """Least similarity of a misspelt name to the known one, by ``difflib``.
 
-Of the 1,200 flags of Megatron-LM that are not read, none is as similar to one that is, but those that are listed.
+Of the 1,200 flags of Megatron-LM that are not read, only the listed ones are as similar to one that is read.
 """
 
 
@@ -47,7 +47,7 @@ class Draft:
     """Collects the values, assumptions and findings of an importer.
 
     A value of the command line (``flags.settings``) is set from the start and
-    wins over every later one; a set value wins over an assumed one. An importer
+    overrides every later one; a set value overrides an assumed one. An importer
     sets each key once, in any order; assumptions come after known values.
     """
 
@@ -89,7 +89,7 @@ class Draft:
             self._origins[path] = Origin(setting, location)
 
     def set_for_device(self, path: KeyPath, value: object, setting: str, location: Location | None = None) -> None:
-        """Set a value that counts only if times are computed for a device, which the files do not name."""
+        """Set a value that is used only if times are computed for a device."""
         if ("cost", "analytic", "device") in self:
             self.set(path, value, setting, location)
         elif path not in self:
@@ -117,7 +117,7 @@ class Draft:
         self._findings.append(finding)
 
     def imported(self, file: str, lines: tuple[str, ...], rephrase: Rephrase | None = None) -> Imported:
-        """Return the result; ``file`` and ``lines`` of the first file locate values that no setting gave."""
+        """Return the result; ``file`` and ``lines`` of the first file locate values without a setting."""
         if self._kind in _FRAMEWORKS:
             self.set(("schedule", "framework"), _FRAMEWORKS[self._kind], f"files of kind {self._kind}")
         return Imported(

@@ -1,4 +1,4 @@
-"""Plans from the configuration that a tool has in its own process: nothing is read, and nothing of it is run here."""
+"""Plans from the configuration that a tool has in its own process: no file is read, none of its code is run here."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _KINDS: Final[Mapping[str, Callable[[Mapping[str, Any], Flags], Imported]]] = Ma
 
 
 def _attributes(value: object) -> Mapping[str, Any]:
-    """The items of a dict, or the attributes of an object with defaults of its class; empty for anything else."""
+    """The items of a dict, or the attributes of an object with defaults of its class; empty for other values."""
     if isinstance(value, Mapping):
         return value
     if value is None or isinstance(value, (bool, int, float, str, list, tuple, type)):
@@ -83,7 +83,7 @@ def _attributes(value: object) -> Mapping[str, Any]:
 
 
 def _leaves(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, Placed]]:
-    """The values of sections by dotted names, and those at the top; of enumerations the names."""
+    """The values of sections, by dotted names, and at the top; names for enumerations."""
     for name, value in values.items():
         value = value.name if isinstance(value, Enum) else value
         below = {} if above else _attributes(value)

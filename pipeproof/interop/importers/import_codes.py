@@ -10,7 +10,7 @@ from pipeproof.diagnostics.source import PlanFileError, SourceMap
 
 UNREADABLE = RuleDoc(
     code="PP170",
-    title="a file is not of the kind that it is imported as",
+    title="a file is not of the stated kind",
     explanation=(
         "A value has a wrong type for its setting, a token is unknown to the trainer, a setting is a misspelling of a "
         "known one, the text does not follow the grammar of its kind, a base file is missing, or the file is of "
@@ -25,8 +25,8 @@ REFUSED = RuleDoc(
     code="PP171",
     title="the job's own framework refuses these settings, or drops a part of them",
     explanation=(
-        "The settings contradict a condition that the framework checks itself when the job starts; the finding names "
-        "versions that accept them silently. It comes from values that the files state, never from assumed ones. "
+        "The settings contradict a condition that the framework itself checks when the job starts; the finding names "
+        "versions that accept them silently. It is based on values in the files, never on assumed ones. "
         "Examples are, for Fleet, fewer "
         "accumulation steps than pipeline ranks with virtual stages, virtual stages on two ranks or without cached "
         "shapes; for the trainers, sharding stage 2 or 3 together with pipeline parallelism; for PyTorch, fewer "
@@ -58,8 +58,8 @@ NOT_SHOWN = RuleDoc(
     title="settings that the plan does not show",
     severity="note",
     explanation=(
-        "The setting affects the pipeline, but a plan has no key for it, or its name is similar to a known setting "
-        "and is unknown. Its effect was not checked."
+        "The setting affects the pipeline, but a plan has no key for it, or it is unknown and its name is similar to a "
+        "known setting. Its effect was not checked."
     ),
     wrong="forward_backward_overlap_scheduler: true",
     right="forward_backward_overlap_scheduler: false",
@@ -103,9 +103,9 @@ ASSUMED_DECIDES = RuleDoc(
     title="the verdict depends on a value that the files do not have",
     severity="warning",
     explanation=(
-        "The files leave a setting open, and with one value of it the job is proved, with another refused. So the "
+        "The files leave a setting open: with one value of it the job is proved, with another refused. So the "
         "verdict is `undecided`, and the exit status 1. State which value the job has. A Fleet `DistributedStrategy`, "
-        "for example, has no field for sequence parallelism, for the model decides: with partial sends on, several "
+        "for example, has no field for sequence parallelism, because the model decides: with partial sends on, several "
         "tensor-parallel ranks and batched P2P the job is correct without it, and corrupts every boundary tensor with "
         "it. A setting that is safe with both values needs no such statement."
     ),
@@ -141,7 +141,7 @@ def unreadable(
 
 
 def one_file(files: Sequence[Path], what: str, help: str | None = None) -> Path:
-    """Return the only file of an import; ``what`` is what it is, such as ``a schedule is one file``.
+    """Return the only file of an import; ``what`` describes it, such as ``a schedule is one file``.
 
     Raises:
         PlanFileError: PP170, there is another number of files.

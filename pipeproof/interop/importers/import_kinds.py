@@ -26,7 +26,7 @@ class Kind:
     importer: str
 
     def load(self) -> Importer:
-        """Import the module, and return the importer; that of a table is the one reader."""
+        """Import the module, and return its importer; for a table of a tool, the common reader."""
         module, _, name = self.importer.partition(":")
         attribute = getattr(importlib.import_module(f"pipeproof.interop.importers.{module}"), name)
         if module.startswith("tools."):

@@ -22,8 +22,8 @@ Rephrase = Callable[[PlanSpec, tuple[Finding, ...]], tuple[Finding, ...]]
 class Flags:
     """Options of the command line in addition to the files.
 
-    ``settings`` are plan keys with their values (``--set``), which win over
-    those of a file; ``model_config`` is a Hugging Face style ``config.json``;
+    ``settings`` are plan keys with their values (``--set``), which replace a
+    file's; ``model_config`` is a Hugging Face style ``config.json``;
     ``world_size`` the number of processes.
     """
 
@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """A plan value that no setting gave, with the reason; ``location`` is what it follows from, if anything."""
+    """A plan value that no setting gave, with the reason; ``location`` is its cause in the files, if there is one."""
 
     key: KeyPath
     value: object
@@ -61,7 +61,7 @@ class IgnoredSetting:
 
 @dataclass(frozen=True)
 class ImportedSource(SourceMap):
-    """Source map of plan keys to the imported files; ``file`` and ``lines`` are those of the first file."""
+    """Source map of plan keys to the imported files; ``file`` and ``lines`` are of the first file."""
 
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class Imported:
     """A plan from a user's files.
 
     ``plan`` has the keys of a plan file. ``source`` has the origin of each
-    value, so that findings of ``check`` point to the user's lines.
+    value: findings of ``check`` point to the user's lines.
     ``findings`` are the importer's own, about the files; ``assumptions`` and
     ``ignored`` become findings in ``pipeproof.interop.importers.check_imported``.
     """
@@ -99,7 +99,7 @@ class Imported:
     settings: Mapping[KeyPath, object] = field(default_factory=dict)
     """Values of the command line, which ``plan`` has already; findings about them name ``--set``."""
     again: Callable[[Mapping[KeyPath, object]], Imported] | None = None
-    """Imports the same with further values of plan keys; None where it cannot be imported again."""
+    """Imports the same files with further values of plan keys; None if they cannot be imported again."""
 
 
 Importer = Callable[[Sequence[Path], Flags], Imported]
@@ -111,7 +111,7 @@ not form a plan.
 
 
 def repeatable(read: Callable[[Flags], Imported], flags: Flags) -> Imported:
-    """Return what ``read`` makes with flags, so that it can be imported again with other values of plan keys."""
+    """Return ``read(flags)`` with ``again``, which imports it with other values of plan keys."""
     return replace(read(flags), again=lambda settings: read(replace(flags, settings={**flags.settings, **settings})))
 
 

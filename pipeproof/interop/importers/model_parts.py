@@ -1,7 +1,7 @@
 """Parts of the model: norms, positions, activation, biases.
 
-They come from a model's configuration, by its ``model_type``, or from the flags of Megatron-LM. Its defaults are those
-of GPT-3: LayerNorm, learned positions, an MLP with GELU, and a bias in every product.
+They come from a model's configuration, by its ``model_type``, or from the flags of Megatron-LM. Its defaults are as in
+GPT-3: LayerNorm, learned positions, an MLP with GELU, and a bias in every product.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PART_NAMES = (
     "model_type", "activation_function", "hidden_act", "use_qk_norm", "use_bias", "attention_bias", "use_qkv_bias",
     "mlp_bias", "mlp_only_layers",
 )  # fmt: skip
-"""Names that a configuration has for parts."""
+"""Names of parts in configurations."""
 
 POSITIONS, NORM, QK_NORM = "--position-embedding-type", "--normalization", "--qk-layernorm"
 NO_BIAS, QKV_BIAS = "--disable-bias-linear", "--add-qkv-bias"
@@ -111,7 +111,7 @@ def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
 
 
 def _name_other_positions(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
-    """Name the positions, the window and the order of blocks that a plan does not have; no size depends on them."""
+    """List the positions, the window and the order of blocks that a plan does not have; no size depends on them."""
     settings = {name: value for name, (value, _) in values.items()}
     scalings = {
         name: each for name in ("rope_scaling", "rope_parameters") if isinstance(each := settings.get(name), dict)
@@ -168,5 +168,5 @@ def _take_switches(draft: Draft, kind: str, switches: Mapping[str, Location | No
     if name and biases is not None:
         draft.set(("model", "biases"), biases, name, switches[name])
     if name and biases != "all" and name != "use_qkv_bias" and kind != "glm4_moe":
-        described = "those of queries, keys and values" if biases == "qkv" else "none"
-        draft.ignore(name, f"of these biases, {described} can be described here", switches[name])
+        described = "only queries, keys and values" if biases == "qkv" else "none"
+        draft.ignore(name, f"biases that can be described here: {described}", switches[name])

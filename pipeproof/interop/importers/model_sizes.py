@@ -61,7 +61,7 @@ def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
     """Set the sizes and parts that a model configuration names; null and zero are left out.
 
     Raises:
-        PlanFileError: PP170, a size is no integer.
+        PlanFileError: PP170, a size is not an integer.
     """
     if values.get("model_type", ("", None))[0] == "deepseek_v4":
         _take_deepseek_v4(draft, values)
@@ -84,10 +84,10 @@ def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
 
 
 def read_model_config(draft: Draft, file: Path) -> None:
-    """Set the sizes of a ``config.json``; of a multimodal model, those of the text part.
+    """Set the sizes of a ``config.json``; for a multimodal model, of its text part.
 
     Raises:
-        PlanFileError: the file cannot be read, or is no mapping.
+        PlanFileError: the file cannot be read, or is not a mapping.
     """
     data, source = read_mapping(str(file), "no model configuration: ")
     text = data.get("text_config")
@@ -100,7 +100,7 @@ def read_mapping(name: str, prefix: str = "") -> tuple[dict[str, Any], SourceMap
     """Return the keys of a JSON or YAML file; messages begin with ``prefix``.
 
     Raises:
-        PlanFileError: PP100 or PP170, the file cannot be read, or is no mapping.
+        PlanFileError: PP100 or PP170, the file cannot be read, or is not a mapping.
     """
     tree = parse_text(read_text(name), name)
     if tree.problems:
@@ -113,7 +113,7 @@ def read_mapping(name: str, prefix: str = "") -> tuple[dict[str, Any], SourceMap
 
 
 def assume_model(draft: Draft, num_stages: int) -> None:
-    """Read the model configuration, if one is given, and assume small sizes that fill and divide for missing values."""
+    """Read the model configuration, if given, and assume small sizes that fill the stages and divide."""
     if draft.flags.model_config is not None:
         read_model_config(draft, draft.flags.model_config)
     why = "not in the files (`--model-config`); small, and divides over the ranks"
@@ -140,14 +140,14 @@ def assume_model(draft: Draft, num_stages: int) -> None:
 
 
 def _num_layers(num_stages: int, num_empty: int) -> int:
-    """Return the number of blocks for equally many layers in each stage: two, or more with empty layers."""
+    """Return the number of blocks for the same number of layers in each stage: two, or more with empty layers."""
     per_stage = 2
     while per_stage * num_stages <= num_empty:
         per_stage += 1
     return per_stage * num_stages - num_empty
 
 
-# --- DeepSeek-V4, with the names of Hugging Face's ``DeepseekV4Config`` and those of the release ---
+# --- DeepSeek-V4, with the names of Hugging Face's ``DeepseekV4Config`` and of the release ---
 
 
 _Values = Mapping[str, tuple[Any, Location | None]]
@@ -173,13 +173,13 @@ _V4_NAMES_OF_PADDLE = {
     "dsa_index_head_dim": "index_head_dim", "dsa_index_topk": "index_topk",
     "mtp_num_layers": "num_nextn_predict_layers", "activation_func_clamp_value": "swiglu_limit",
 }  # fmt: skip
-"""Names of PaddleFormers' ``DeepseekV4Config``, and those of the release for the same settings."""
+"""Names of PaddleFormers' ``DeepseekV4Config``, and of the release for the same settings."""
 _V4_NOT_OF_PADDLE = {
     "csa_dense_mode": "an indexer chooses the entries of sparse attention here",
     "use_moh": "all heads of an indexer are active here",
     "use_dense_mtp": "a module has experts here, as the last block",
 }
-"""Switches of PaddleFormers that a plan does not have, and why; off, they change nothing."""
+"""Switches of PaddleFormers that a plan does not have, and the reason; switched off, they change nothing."""
 
 
 def _take_deepseek_v4(draft: Draft, values: _Values) -> None:

@@ -42,7 +42,7 @@ def import_tool(tool: Tool, files: Sequence[Path], options: Flags) -> Imported:
 
     Raises:
         PlanFileError: PP100 or PP170 if it cannot be read or is of another kind, PP171 if Megatron-Core refuses the
-            settings, PP177 if it would and they are not all understood.
+            settings, PP177 if it would and not all of them are understood.
     """
     path = one_file(files, f"a training of {tool.name} is one file", "give the file that starts it")
     text = read_text(str(path))
@@ -56,7 +56,7 @@ def import_tool(tool: Tool, files: Sequence[Path], options: Flags) -> Imported:
 
 
 def import_flags(arguments: Arguments, options: Flags) -> Imported:
-    """Import flags of Megatron-LM, or of the fork that has the others.
+    """Import flags of Megatron-LM, or of the fork that has the remaining flags.
 
     Raises:
         PlanFileError: as for files.

@@ -1,10 +1,10 @@
 """Importer of job configurations of torchtitan: TOML files, and the sections of a configuration in Python.
 
 The keys have the meaning of torchtitan/distributed/pipeline_parallel.py and
-config/job_config.py (the releases that are configured by TOML); older names of
-the sections ``experimental`` and ``training`` are read too. The sections of
-the releases that are configured by Python have other names for batches
-(commit b5bcd76: torchtitan/config/configs.py).
+config/job_config.py (the releases that are configured by TOML); the older
+sections ``experimental`` and ``training`` are read too. Releases that are
+configured by Python have other names for batches (commit b5bcd76:
+torchtitan/config/configs.py).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "model": frozenset({"name", "flavor", "num_layers"}),
     }
 )  # fmt: skip
-"""Keys by section; the first are the sections."""
+"""Keys by section; the first row has the sections."""
 
 
 def import_torchtitan(files: Sequence[Path], flags: Flags) -> Imported:
@@ -156,14 +156,14 @@ class _Job:
         return self.refused(f"torchtitan refuses this: {message}", *path, help=help, code=REFUSED)
 
     def _require_known(self) -> None:
-        """Refuse misspelt keys, whose default would be of another job, and a file without any that is known."""
+        """Refuse misspelt keys (their default would describe another job), and a file without any known key."""
         for section, names in _KEYS.items():
             for name in self.tree.names(section):
                 near = None if name in names else misspelt(name, sorted(names))
                 if near is not None:
                     shown = f"{section}.{name}" if section else name
                     path = (section, name) if section else (name,)
-                    raise self.refused(f"`{shown}` is no key of torchtitan", *path, help=f"did you mean `{near}`?")
+                    raise self.refused(f"`{shown}` is not a key of torchtitan", *path, help=f"did you mean `{near}`?")
         if not _KEYS[""].intersection(self.tree.names()):
             raise self.refused(
                 "no key here is one of torchtitan that a plan needs",
@@ -251,7 +251,7 @@ class _Job:
         if schedule is None and not path:
             near = nearest_name(schedule_name, _SCHEDULES)
             fix = f"did you mean {near}?" if near else f"known are {listed(list(_SCHEDULES), 'and')}"
-            raise self.refused(f"`{schedule_name}` is no schedule of PyTorch", *self._path(name), help=fix)
+            raise self.refused(f"`{schedule_name}` is not a schedule of PyTorch", *self._path(name), help=fix)
         kind, chunks = schedule or ("file", 1 if schedule_name.lower() == "pipelineschedulesingle" else 2)
         if pp == 1:
             kind, chunks = "1f1b", 1
@@ -368,7 +368,7 @@ class _Job:
         self._take("num_pp_microbatches", ("schedule", "num_micro_batches"), number)
 
     def _require_micro_batches(self, num_stages: int) -> None:
-        """Refuse fewer micro-batches than stages, as ``PipelineScheduleSingle`` does; schedules from a file run so."""
+        """Refuse fewer micro-batches than stages, as ``PipelineScheduleSingle``; schedule files may have fewer."""
         num_micro_batches = count(self.draft, "schedule", "num_micro_batches")
         if num_micro_batches < num_stages:
             path = self._local()

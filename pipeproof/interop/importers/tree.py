@@ -46,7 +46,7 @@ Node: TypeAlias = "Placed | dict[str, Node]"
 
 
 class Tree:
-    """Values by paths of keys, also dotted ones; ``source`` is that of the file itself."""
+    """Values by paths of keys, also dotted ones; ``source`` is the source map of the file."""
 
     def __init__(self, source: SourceMap, nodes: dict[str, Node]) -> None:
         self.source = source
@@ -85,7 +85,7 @@ class Tree:
         return value if type(value) is int and value >= 0 else None
 
     def names(self, *path: str) -> tuple[str, ...]:
-        """Return the keys of a section; none if it is no section."""
+        """Return the keys of a section; none if it is not a section."""
         node = self._node(_parts(path))
         return tuple(node) if isinstance(node, dict) else ()
 
@@ -144,7 +144,7 @@ def read_toml(path: Path) -> Tree:
     """Read a TOML file of plain keys in sections.
 
     Raises:
-        PlanFileError: PP100 if it cannot be read, PP170 if it is no TOML.
+        PlanFileError: PP100 if it cannot be read, PP170 if it is not TOML.
     """
     name = str(path)
     text = read_text(name)

@@ -5,11 +5,11 @@ rank, ``deviceProperties`` with the GPUs, ``host_name`` and ``baseTimeNanosecond
 times (``ts``, ``dur``) are relative. Of the complete events (``ph`` is X) the reader uses, by ``cat``:
 
 - ``user_annotation``: a range of ``record_function``; gloo's transfers are such ranges, too, from post to end;
-- ``kernel``, ``gpu_memcpy``, ``gpu_memset``: work of a GPU, whose ``args.correlation`` is that of its launch;
+- ``kernel``, ``gpu_memcpy``, ``gpu_memset``: work of a GPU, with the ``args.correlation`` of its launch;
 - ``cuda_runtime``, ``cuda_driver``: calls of the host, with ``args.correlation``;
-- ``cpu_op``: operators. Those of a run without GPU are its work.
+- ``cpu_op``: operators. In a run without GPU they are its work.
 
-Events are decoded one by one from a window of the text, so that the memory depends on the kept events alone.
+Events are decoded one by one from a window of the text: memory depends only on the kept events.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pipeproof.interop.profiles.rank_trace import NamedRange, RankTrace, Work, b
 MAX_TEXT = 2**34
 """Largest trace: bytes of its JSON text, decompressed."""
 MAX_KEPT = 20_000_000
-"""Largest number of kept events of one trace: at about 200 bytes each, what fits into memory."""
+"""Largest number of kept events of one trace: at about 200 bytes each, they fit into memory."""
 _MAX_NS = 2**63
-"""Limit of a time, which is that of the profiler's integers."""
+"""Limit of a time: the profiler's integers."""
 
 _WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})

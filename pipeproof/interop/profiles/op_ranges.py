@@ -40,7 +40,7 @@ class OpRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRanges:
-    """Ranges of one step of a rank: computations in program order, all others, and those of the optimizer."""
+    """Ranges of one step of a rank: computations in program order, the optimizer's, and all others."""
 
     computations: Sequence[OpRange]
     others: Sequence[OpRange]
@@ -60,10 +60,10 @@ class RankSteps:
 
 
 def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
-    """Return the steps of one rank, whose computations are those of ``program`` in its order.
+    """Return the steps of one rank, with the computations of ``program`` in its order.
 
     Raises:
-        BadPlanError: PP164, the names are not understood, or the order is another one.
+        BadPlanError: PP164, the names are not understood, or the order differs.
     """
     ranges = list(_named(trace, program))
     optimizer = [(start, end) for name, start, end in trace.ranges if name.startswith(_OPTIMIZER)]
@@ -99,7 +99,7 @@ def _receives(op: Op) -> bool:
 
 
 def _named(trace: RankTrace, program: Sequence[Op]) -> Iterator[OpRange]:
-    """Yield the ranges whose names are of the first kind of names that the trace has."""
+    """Yield the ranges with the first kind of names that the trace has."""
     readers: tuple[tuple[str, Callable[[str], tuple[Op, ...]], bool], ...] = (
         (TRACE_PREFIX, lambda text: (parse_op(text),), False),
         (_TORCH_ACTION, _torch_action, True),
@@ -140,7 +140,7 @@ def _require_apart(trace: RankTrace, ranges: Sequence[OpRange]) -> None:
 
 
 def _step_starts(trace: RankTrace, ops: Sequence[Op], program: Sequence[Op]) -> tuple[list[int], int]:
-    """Return the places in ``ops`` at which complete steps begin, and the number of operations outside of them."""
+    """Return the indices in ``ops`` at which complete steps begin, and the number of operations outside of them."""
     position = next((position for position, op in enumerate(ops) if op == program[0]), len(ops))
     starts: list[int] = []
     while ops[position : position + len(program)]:
@@ -158,7 +158,7 @@ def _step_starts(trace: RankTrace, ops: Sequence[Op], program: Sequence[Op]) -> 
     if not starts:
         raise not_assigned(
             trace.file,
-            f"no complete step: {len(ops)} operations, of which a step has {len(program)}",
+            f"no complete step: {len(ops)} operations, and a step has {len(program)}",
             "profile whole steps, at least two",
         )
     return starts, len(ops) - len(starts) * len(program)

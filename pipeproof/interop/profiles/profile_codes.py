@@ -19,9 +19,9 @@ NOT_ASSIGNED = RuleDoc(
     code="PP164",
     title="measured events cannot be assigned to the operations of the plan",
     explanation=(
-        "A time counts for an operation by the name of a range alone. Here the events and the plan do not agree: no "
+        "Only the name of a range assigns a time to an operation. Here the events and the plan do not agree: no "
         "names, another order, another number of operations, a rank that the plan does not have, or a stage without "
-        "a time. Where several assignments are possible, none is chosen."
+        "a time. If several assignments are possible, none is chosen."
     ),
     wrong="pipeproof import profile traces/ --plan gpipe.yaml   # the run was 1F1B",
     right="pipeproof import profile traces/ --plan 1f1b.yaml",

@@ -46,7 +46,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def measured_files(names: Sequence[Path]) -> list[Path]:
-    """Return the files, with those of directories that may be traces.
+    """Return the files, and the files in directories that may be traces.
 
     Raises:
         BadPlanError: PP163, one does not exist, or a directory has none.
@@ -82,7 +82,7 @@ def read_trace(path: Path) -> RankTrace:
 
 
 def profile_of_files(paths: Sequence[Path], loaded: LoadedPlan, message_us: Fraction | None) -> Profile:
-    """Return the profile of a plan from the files of a run of it.
+    """Return the profile of a plan from the files of one of its runs.
 
     ``message_us`` is the time of a message, for files that do not show it; it replaces measured ones.
 

@@ -1,4 +1,4 @@
-"""The trace of one rank, in one form for all profilers: named ranges on the host, and work with the time of its launch.
+"""The trace of one rank, in one form for all profilers: named ranges on the host, and work with its launch time.
 
 All times are integers of nanoseconds. Work is a kernel or a copy of a GPU; in a trace without a GPU it is an operator
 that the host executes.
@@ -46,7 +46,7 @@ class Work(NamedTuple):
 class RankTrace:
     """Trace of one rank.
 
-    ``rank`` is None where neither the trace nor its name shows it. Times of traces with the same ``clock`` can be
+    ``rank`` is None if neither the trace nor its name shows it. Times of traces with the same ``clock`` can be
     compared; it is empty if it is not known. ``device`` is the name of the GPU, empty for a run on processors.
     ``ranges`` are ordered by their starts, ``work`` by the launches. ``num_unlaunched`` counts kernels whose launch is
     not in the trace; they are in ``work`` at their starts.

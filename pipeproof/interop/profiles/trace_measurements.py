@@ -1,11 +1,11 @@
 """Times of a plan's operations from the traces of its ranks.
 
 - A computation on a GPU lasts from the start of the first to the end of the last kernel that was launched in its range.
-  Kernels of communication do not count, but for collectives inside of the operation where the plan shards stages.
-- On processors it is its range; where waits may be in the range, it is that of the operators inside.
+  Kernels of communication do not count, except collectives inside of the operation if the plan shards stages.
+- On processors it is its range; if waits may be in the range, it is the range of the operators inside.
 - The time of a message on GPUs is the shorter one of its two kernels: the end that was ready last did not wait. On
-  processors it is the time from the post of the send to the end of the receive, of messages whose receiver waited
-  for them already, if both ranks have one clock.
+  processors it is the time from the post of the send to the end of the receive, for messages whose receiver already
+  waited, if both ranks have one clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Measurements:
     """Samples of the counted steps.
 
     ``ops`` are nanoseconds by stage and kind, ``messages`` samples of (bytes, nanoseconds). ``step_ns`` is the median
-    length of a step, None if it is not known. ``notes`` are assumptions, and what was left out.
+    length of a step, None if it is not known. ``notes`` are assumptions and omissions.
     """
 
     files: Sequence[str]
@@ -180,7 +180,7 @@ class _TraceReader:
         yield from updates.items()
 
     def transfers(self, step: StepRanges, ids: Sequence[int], ops: Sequence[Op]) -> Iterator[tuple[int, _TransferEnd]]:
-        """Yield the op id and the end of each transfer of a step of which exactly one was recorded."""
+        """Yield the op id and the end of each transfer of a step that was recorded exactly once."""
         planned = grouped((ops[op_id], op_id) for op_id in ids if ops[op_id].kind in TRANSFER_KINDS - META_KINDS)
         seen: Counter[Op] = Counter()
         for each in step.others:
@@ -249,7 +249,7 @@ def _start(each: OpRange | NamedRange) -> int:
 def _messages(
     subject: Subject, ends: Mapping[tuple[tuple[tuple[str, int], ...], int, int], _TransferEnd]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (bytes, nanoseconds) of the messages of which both ends show the time."""
+    """Yield (bytes, nanoseconds) of the messages whose ends both show the time."""
     graph = subject.graph
     matches: dict[int, int] = dict(graph.edges[EdgeKind.MATCH].tolist())
     for (replica, step, op_id), send in ends.items():
@@ -265,7 +265,7 @@ def _messages(
 
 
 def _step_ns(lengths: Sequence[Sequence[tuple[int, int, str]]]) -> int | None:
-    """Return the median length of the steps, over all ranks where they share a clock, else of the longest rank."""
+    """Return the median length of the steps, over all ranks if they share a clock, else of the longest rank."""
     count = min(map(len, lengths))
     clocks = {clock for of_rank in lengths for _, _, clock in of_rank}
     steps = [[of_rank[number] for of_rank in lengths] for number in range(count)]

@@ -44,14 +44,14 @@ from pipeproof.verify.registry import ALL_RULES, Selection
 from pipeproof.verify.subject import graph_subject
 
 # Memory order of recorded tensors (PP312): the two ends of a message, and the members of a collective in place.
-# Backends read and write memory from the first element on, without a look at
-# the strides. Two tensors store their elements in one order if their sizes and
-# strides are equal after adjacent dims that are contiguous have been joined; the
+# Backends read and write memory from the first element on, and ignore strides.
+# Two tensors store their elements in one order if their sizes and
+# strides are equal after adjacent contiguous dims have been joined; the
 # shapes may differ.
 
 
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})
-"""Collectives that use the caller's memory; the frameworks copy what they gather or scatter, or refuse the tensor."""
+"""Collectives that use the caller's memory; for gathers and scatters the frameworks copy the tensor, or refuse it."""
 
 
 def memory_order_findings(logs: Sequence[RankLog]) -> Iterator[Finding]:
@@ -222,7 +222,7 @@ def check_log(
         directory: directory with a file ``rank_N.jsonl`` of each rank.
         plan: plan that the program should execute; its messages are compared with the log.
         queue: messages of a rank that share one FIFO, one of
-            ``comm.channel_models.QUEUES``. The default is that of the recorded
+            ``comm.channel_models.QUEUES``. The default depends on the recorded
             backend: on gloo each end of a channel alone, on NCCL all messages
             of a communicator.
         selection: the codes to report.

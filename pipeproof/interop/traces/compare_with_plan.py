@@ -42,7 +42,7 @@ def plan_findings(logs: Sequence[RankLog], plan: LoadedPlan) -> Iterator[Finding
 
     A log may have several steps: then the plan's messages repeat. If some
     messages of a rank are known to be of the pipeline, the others are a
-    framework's shape exchanges and are remaining out.
+    framework's shape exchanges and are left out.
 
     Raises:
         PlanFileError: the plan cannot be lowered.

@@ -1,4 +1,4 @@
-"""Hooks of the recorder: functions that are replaced while it records, marks of prepared messages, calls and waits."""
+"""Hooks of the recorder: temporarily replaced functions, marks of prepared messages, calls and waits."""
 
 from __future__ import annotations
 

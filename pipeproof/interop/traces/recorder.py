@@ -98,7 +98,7 @@ class CallSink(ABC):
 
     @abstractmethod
     def write(self, event: str, **values: Any) -> None:
-        """Take an event that is no operation."""
+        """Take an event that is not an operation."""
 
     @abstractmethod
     def group(self, name: str, ranks: Sequence[int], backend: str, about: str = "") -> None:
@@ -334,7 +334,7 @@ def _is_written(call: Call, version_of: Any) -> bool:
     """True if the program wrote to memory of a call since it was issued.
 
     A process group copies into the outputs of collectives (gloo from a thread of its own), and the frameworks count
-    that as a write, too. So of a collective only the inputs that share no memory with another tensor's are looked at.
+    this as a write, too. So for a collective, only inputs that share no memory with another tensor are examined.
     """
     tensors = (
         call.outputs if call.op == "recv" else [each for each in call.inputs if not _is_shared(each, call.outputs)]

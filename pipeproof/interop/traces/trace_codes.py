@@ -10,7 +10,7 @@ UNREADABLE_LOG = RuleDoc(
     explanation=(
         "The directory has no `rank_N.jsonl`, a line is not a JSON object or lacks a required key of its event, two "
         "files are of one rank, the files are of different jobs, or the format has another version. A truncated last "
-        "line is no error: the rank was killed while it wrote."
+        "line is not an error: the rank was killed while it wrote."
     ),
     wrong="pipeproof check logs/   # rank_0.jsonl, rank_00.jsonl: two logs of one rank",
     right="pipeproof check logs/   # rank_0.jsonl, rank_1.jsonl, ..",
@@ -48,7 +48,7 @@ OTHER_ORDER = RuleDoc(
     code="PP943",
     title="the messages of a rank differ from the plan",
     explanation=(
-        "The messages that a rank sent to another rank, or received from it, are compared with those of the plan, one "
+        "The messages that a rank sent to another rank, or received from it, are compared with the plan's, one "
         "by one in their order: number of elements, type and, if the log has the meaning of a message, direction, "
         "stage and micro-batch. The first difference of each end is shown."
     ),

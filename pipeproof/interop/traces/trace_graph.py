@@ -29,8 +29,8 @@ class Channel:
     """Messages from a rank to another on one communicator; the k-th send matches the k-th receive.
 
     Gloo matches by tags, so each tag is a channel. On NCCL a single message has
-    a communicator of its pair of ranks, and a message in a batch that of its
-    group. If the group's communicator was created with the group, single
+    a communicator of its pair of ranks, and a message in a batch uses its
+    group's communicator. If the latter was created with the group, single
     messages use it, too.
     """
 

@@ -42,8 +42,8 @@ class LoggedTensor:
 class LoggedGroup:
     """A process group: its name, and its global ranks in the order of group ranks.
 
-    ``opened`` is True if its communicator was created with the group, so that
-    single messages use it, too.
+    ``opened`` is True if its communicator was created with the group: single
+    messages use it, too.
     """
 
     name: str
@@ -174,7 +174,7 @@ def read_logs(directory: Path) -> tuple[RankLog, ...]:
         PlanFileError: PP940, there is no log, or one cannot be read.
     """
     if not directory.is_dir():
-        _raise_unreadable(f"`{directory}` is no directory", Location(str(directory)))
+        _raise_unreadable(f"`{directory}` is not a directory", Location(str(directory)))
     files = {int(match[1]): path for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
     if not files:
         suggested_fix = (
@@ -188,7 +188,7 @@ def read_logs(directory: Path) -> tuple[RankLog, ...]:
         if (log.num_ranks, log.framework) != (first.num_ranks, first.framework):
             size = f"{log.num_ranks} ranks on {log.framework}"
             _raise_unreadable(
-                f"this log is of {size}, that of rank {first.rank} of {first.num_ranks} on {first.framework}", location
+                f"this log is of {size}, rank {first.rank}'s of {first.num_ranks} on {first.framework}", location
             )
         if log.rank >= log.num_ranks:
             _raise_unreadable(f"rank {log.rank} of {log.num_ranks} ranks", location)

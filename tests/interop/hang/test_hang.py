@@ -273,8 +273,8 @@ GOOD = recorders(1)[0].content()
     ("name", "content", "message"),
     [
         ("trace_0", written(Evil()), "`__builtin__.print`, and a dump has plain values only"),
-        ("trace_0", written(GOOD)[:-9], "is no Flight Recorder dump, or is cut short"),
-        ("trace_0", b"", "is no Flight Recorder dump, or is cut short"),
+        ("trace_0", written(GOOD)[:-9], "is not a Flight Recorder dump, or is cut short"),
+        ("trace_0", b"", "is not a Flight Recorder dump, or is cut short"),
         ("trace_0", b'{"version": "2.10"', "or is cut short"),
         ("trace_0", written([1]), "it has no version"),
         ("trace_0", written({**GOOD, "version": "3.0"}), "has version 3.0 of the format; 2.x is read"),

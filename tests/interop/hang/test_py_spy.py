@@ -55,8 +55,8 @@ def test_the_main_thread_is_read_among_others(tmp_path):
     ("name", "content", "message"),
     [
         ("rank_0.txt", "Process 7: python\n", "it has no threads"),
-        ("rank_0.json", '[{"pid": 7}]', "is no dump of py-spy"),
-        ("rank_0.json", "[{", "is no dump of py-spy"),
+        ("rank_0.json", '[{"pid": 7}]', "is not a dump of py-spy"),
+        ("rank_0.json", "[{", "is not a dump of py-spy"),
         ("rank_0.txt", "nothing", "no stack of py-spy in"),
     ],
 )
@@ -121,7 +121,7 @@ def test_py_spy_is_asked_without_a_pause_of_the_process(monkeypatch, tmp_path):
             "py-spy cannot read PID 7: Failed to find python version from target process",
         ),
         ("exit 3", "py-spy cannot read PID 7: exit status 3"),
-        ("echo hello", "py-spy printed something else than stacks: "),
+        ("echo hello", "py-spy did not print stacks: "),
     ],
 )
 def test_a_refusal_is_a_reason(monkeypatch, tmp_path, script, reason):

@@ -91,7 +91,7 @@ def test_places_are_those_of_the_last_block(tmp_path):
     ("text", "message", "line"),
     [
         (block(COMMON).rpartition("---- end")[0].rpartition("\n")[0], "has no end", 1),
-        (block(COMMON).replace("  swiglu ..", "  swiglu two words ..", 1), "is no argument with a value", 12),
+        (block(COMMON).replace("  swiglu ..", "  swiglu two words ..", 1), "is not an argument with a value", 12),
         (block({"num_layers": 8}), "have no pipeline_model_parallel_size", 1),
     ],
 )

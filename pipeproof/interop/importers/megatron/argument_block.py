@@ -26,11 +26,11 @@ _NAME_AND_DOTS: Final = 48
 """Characters of a name and the dots after it; a name of that many characters has no dots."""
 
 _RESOLVED: Final = frozenset({"num_layers_per_virtual_pipeline_stage", "decoder_num_layers", "encoder_num_layers"})
-"""Arguments that another argument of the block follows from."""
+"""Arguments that determine other arguments of the block."""
 
 _LAYOUT, _CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
 _DEFAULTS: Final = frozenset({("num_distributed_optimizer_instances", "1"), ("main_grads_dtype", "torch.float32")})
-"""Values of arguments that a plan does not show, at which they change nothing."""
+"""Values at which arguments outside of a plan change nothing."""
 
 
 def has_block(text: str) -> bool:
@@ -84,7 +84,7 @@ def _lines(lines: tuple[str, ...], begin: int, name: str) -> Iterator[tuple[str,
             return
         match, whole = _LINE.search(line), Location(name, number)
         if match is None or (len(match["name"]) + len(match["dots"]) != _NAME_AND_DOTS and match["dots"]):
-            message = "this line of the block of arguments is no argument with a value"
+            message = "this line of the block of arguments is not an argument with a value"
             raise unreadable(message, whole, source=source)
         places = whole.part(*match.span("name")), whole.part(*match.span("value"))
         yield match["name"], Setting(match["name"], (match["value"],), *places)
@@ -93,7 +93,7 @@ def _lines(lines: tuple[str, ...], begin: int, name: str) -> Iterator[tuple[str,
 
 
 def _flags(argument: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """Yield the flag, with its values, that an argument of the block comes from; none where it has no effect."""
+    """Yield the flag of an argument of the block, with its values; none if it has no effect."""
     text = setting.value or ""
     negated = NEGATED.get(argument)
     if negated is not None and text == "False":

@@ -1,6 +1,6 @@
-"""Checks of Megatron-LM's flags before they mean anything: values, contradictions, names that are not read.
+"""Checks of Megatron-LM's flags before they are used: values, contradictions, names that are not read.
 
-Conditions are those of its parser, of ``validate_args`` and of ``TransformerConfig`` (commit d98e8a6).
+Conditions are from its parser, ``validate_args`` and ``TransformerConfig`` (commit d98e8a6).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "--transformer-impl": ("transformer_engine", "local", "inference_optimized"),
     }
 )
-"""Flags whose values mean something here, with all values of current and older versions."""
+"""Flags with a choice of values, and all values of current and older versions."""
 
 _GRANULARITY, _METHOD, _LAYERS = "--recompute-granularity", "--recompute-method", "--recompute-num-layers"
 _ACTIVATIONS: Final = "--recompute-activations"
@@ -52,16 +52,16 @@ _YAML: Final = "--yaml-cfg"
 
 
 def check_counts(reader: FlagReader) -> None:
-    """Refuse values of a switch, such as ``--sequence-parallel False``, and several values of a flag that has one.
+    """Refuse values of a switch, such as ``--sequence-parallel False``, and several values of a single-valued flag.
 
-    Words that only a run knows may be flags: those after the values of a flag are listed.
+    Words that only a run determines may be flags: the words after the values of a flag are listed.
 
     Raises:
         PlanFileError: PP171, because Megatron-LM's parser refuses them; PP170, all arguments are in another file.
     """
     if reader.has(_YAML):
         fix = "give the block of arguments that Megatron-LM prints at its start"
-        why = f"{_YAML} replaces all arguments by those of another file, which is not read"
+        why = f"{_YAML} replaces all arguments by another file, which is not read"
         reader.refuse(why, reader.arguments.flags[_YAML].location, fix)
     for name, setting in reader.arguments.flags.items():
         texts = [value for value in setting.values if value is not None]
@@ -77,7 +77,7 @@ def check_counts(reader: FlagReader) -> None:
 
 
 def check_choices(reader: FlagReader) -> None:
-    """Refuse a value that is none of those that the flag has: it would be taken for another.
+    """Refuse a value that the flag does not have: it would be taken for another.
 
     Raises:
         PlanFileError: PP170.
@@ -92,7 +92,7 @@ def check_choices(reader: FlagReader) -> None:
 def check_contradictions(reader: FlagReader) -> None:
     """Refuse flags that exclude each other, or lack another one. The topology is in the draft.
 
-    A flag is not missed where the file leaves some arguments to a run or to another program.
+    No flag is missing if the file leaves some arguments to a run or to another program.
 
     Raises:
         PlanFileError: PP171.
@@ -108,7 +108,7 @@ def check_contradictions(reader: FlagReader) -> None:
         (has("--fp8-format") and has("--fp4-format"), "--fp4-format", "it is given with --fp8-format"),
         *((is_selective and has(flag), flag, f"it is given with {selective}") for flag in (_METHOD, _LAYERS)),
         (cp > 1 and (length or 0) % (2 * cp) != 0, "--seq-length",
-         f"{length} is no multiple of 2 x --context-parallel-size {cp}"),
+         f"{length} is not a multiple of 2 x --context-parallel-size {cp}"),
     )  # fmt: skip
     gathers, sequence = "--overlap-param-gather", "--sequence-parallel"
     missing = (
@@ -164,7 +164,7 @@ def refuse_misspelt(reader: FlagReader, tool: Tool) -> None:
             continue
         similar_name = misspelt(name, sorted(FLAGS))
         if similar_name is not None:
-            reader.refuse(f"{name} is no flag of {tool.name}", setting.location, f"did you mean `{similar_name}`?")
+            reader.refuse(f"{name} is not a flag of {tool.name}", setting.location, f"did you mean `{similar_name}`?")
 
 
 def undecided_names(reader: FlagReader, tool: Tool) -> Iterator[IgnoredSetting]:
@@ -185,7 +185,7 @@ def undecided_names(reader: FlagReader, tool: Tool) -> Iterator[IgnoredSetting]:
         elif tool.decides.fullmatch(key):
             why = f"an argument of {tool.name} that decides order, cut or blocks, and is not read"
         elif key in FLAGS_BY_NAME:
-            why = f"Megatron-LM has {FLAGS_BY_NAME[key]} for it, and the name itself is no flag"
+            why = f"Megatron-LM has {FLAGS_BY_NAME[key]} for it, and the name itself is not a flag"
         elif not tool.knows(name):
             why = f"the name is in {tool.lists}"
         elif tool.owns(name) and concerns_parallelism(name) and not tool.without.fullmatch(key):
@@ -201,7 +201,7 @@ def _is_default(key: str, setting: Setting) -> bool:
 
 
 def note_others(reader: FlagReader, tool: Tool, undecided: frozenset[str]) -> None:
-    """List the known names that a plan does not show, one by one where their names have a term of parallelism."""
+    """List the known names that a plan does not show; names with a term of parallelism one by one."""
     draft, others, harmless = reader.draft, [], (WITHOUT_BEARING, tool.without)
     for name, setting in reader.arguments.flags.items():
         if name in NOT_SHOWN:

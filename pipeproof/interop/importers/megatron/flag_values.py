@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Arguments:
-    """All flags by name, the last of each (like argparse), and those of the launcher before the program."""
+    """All flags by name, the last of each (like argparse), and the launcher's flags before the program."""
 
     file: str
     lines: tuple[str, ...]
@@ -48,7 +48,7 @@ class Arguments:
     world_size: int | None = None
     """Number of processes, where the file has it."""
     has_all: bool = False
-    """True if all arguments of the program are listed, defaults included: none is missed."""
+    """True if all arguments of the program are listed, defaults included."""
     program: str = ""
     """The program that a command starts."""
     unread: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ def arguments_of_text(text: str, name: str) -> Arguments:
     """Read the arguments in the text of a script, or in a list of arguments; ``name`` is its file in messages.
 
     Raises:
-        PlanFileError: PP170, it is no shell text, or no command in it has a flag of Megatron-LM.
+        PlanFileError: PP170, it is not a shell text, or no command in it has a flag of Megatron-LM.
     """
     script, source = script_of(text, name)
     candidates = [command for command in _lists(script) if _score(command)]
@@ -128,7 +128,7 @@ def require_evaluated(command: Sequence[Argument], source: SourceMap) -> None:
 def _without_blocks(
     command: Sequence[Argument], source: SourceMap
 ) -> tuple[list[Argument], list[tuple[str, Location]]]:
-    """Return the words that are there in every run, and notes on flags that only a block appends."""
+    """Return the words of every run, and notes on flags that only a block appends."""
     words: list[Argument] = []
     notes: list[tuple[str, Location]] = []
     is_value = False
@@ -172,7 +172,7 @@ def _score(command: Sequence[Argument]) -> int:
 def _arguments(
     file: str, lines: tuple[str, ...], command: Sequence[Argument], notes: tuple[tuple[str, Location], ...]
 ) -> Arguments:
-    """Separate the flags of the program from those of its launcher, which come first."""
+    """Separate the flags of the program from its launcher's flags, which come first."""
     names = [word.end if word.text is None else word.text for word in command]
     programs = [index for index, name in enumerate(names) if _PROGRAM.fullmatch(name)]
     first_flag = next(index for index, word in enumerate(command) if _score([word]))
@@ -280,7 +280,7 @@ class FlagReader:
         """Return the value as an integer.
 
         Raises:
-            PlanFileError: PP170, it is no integer.
+            PlanFileError: PP170, it is not an integer.
         """
         text = self.text(flag)
         if text is None:
@@ -294,7 +294,7 @@ class FlagReader:
         """Return the value as a non-negative number.
 
         Raises:
-            PlanFileError: PP170, it is no such number.
+            PlanFileError: PP170, it is not such a number.
         """
         text = self.text(flag)
         if text is None:
@@ -311,7 +311,7 @@ class FlagReader:
         """Return an integer that the verdict depends on, and set it: ``--set``, else the flag, else 1.
 
         Raises:
-            PlanFileError: PP170, it is no integer, or only a run determines it.
+            PlanFileError: PP170, it is not an integer, or only a run determines it.
         """
         number = self.given_degree(flag)
         if number is None:
@@ -323,7 +323,7 @@ class FlagReader:
         """Return the integer that ``--set``, else the flag, gives for the flag's key; None without one.
 
         Raises:
-            PlanFileError: PP170, it is no integer, or only a run determines it.
+            PlanFileError: PP170, it is not an integer, or only a run determines it.
         """
         key = PLAN_KEYS[flag]
         if key in self.draft:
@@ -346,7 +346,7 @@ class FlagReader:
         self.draft.set(key, value, self.shown(flag), self.location(flag))
 
     def take_for_device(self, flag: str, key: KeyPath, value: object) -> None:
-        """Set a plan value from the flag that counts only if times are computed for a device."""
+        """Set a plan value from the flag that is used only if times are computed for a device."""
         self.draft.set_for_device(key, value, self.shown(flag), self.location(flag))
 
     def ignore(self, flag: str, why: str) -> None:

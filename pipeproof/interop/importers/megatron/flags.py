@@ -1,6 +1,6 @@
 """Flags of Megatron-LM that affect a plan: those that are read, and reasons why others are not.
 
-Names and defaults are those of megatron/training/arguments.py and of the
+Names and defaults are from megatron/training/arguments.py and the
 configurations that it makes flags from (Megatron-LM, commit d98e8a6), with the
 older names that scripts still use. Flags are listed with hyphens; underscores
 in a script mean the same.
@@ -140,7 +140,7 @@ def _of_kind(kind: str) -> frozenset[str]:
 
 
 SWITCHES: Final = _of_kind("switch") | {"--scatter-gather-tensors-in-pipeline"}
-"""Flags that are read and have no value; those of the list, and one that no version of it still has."""
+"""Flags that are read and have no value: from the list, and one that no version still has."""
 
 SEVERAL_VALUES: Final = _of_kind("several") | {"--step-batch-size-schedule"}
 """Flags that are read and may have more than one value: one more is a text of pairs."""
@@ -167,7 +167,7 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
         "--fine-grained-activation-offloading": "activations of whole blocks are offloaded here, or none",
         "--optimizer-cpu-offload": "the state of the optimizer is on the device here",
         "--use-checkpoint-args": "sizes that a checkpoint has are not read",
-        "--num-microbatches-with-partial-activation-checkpoints": "every micro-batch is recomputed alike here",
+        "--num-microbatches-with-partial-activation-checkpoints": "all micro-batches are recomputed here",
     }
 )
 """Flags that change a pipeline, and the reason why a plan does not have them."""
@@ -207,7 +207,7 @@ WITHOUT_BEARING: Final = re.compile(
     r"|no_gradient_accumulation_fusion|tp_comm_overlap_cfg|no_persist_layer_norm|overlap_moe_comm"
     r"|eval_(global|micro)_batch_size|no_bias_swiglu_fusion|(no_)?pad_vocab_size"
 )
-"""Finds names that change neither order, nor matching, nor layouts, and are like those that do."""
+"""Finds names that change neither order, nor matching, nor layouts, although they seem to."""
 
 _OTHER_BLOCKS = "blocks other than attention with an MLP or experts are not described"
 _ENCODER = "models with an encoder are not described"

@@ -1,8 +1,9 @@
 """Commands of a launch script with their arguments and the location of each; nothing is run.
 
-It reads what scripts of trainings need: assignments, lists of words, ``$NAME``, ``${NAME}``, ``${NAME:-default}``,
-``$((..))`` of numbers, and ``source`` of a file next to the script. Blocks (``if``, ``for``, ``case``, functions) are
-not evaluated: what they assign is not known. The trace of ``bash -x`` has no blocks, and is read, too.
+It reads the usual syntax of training scripts: assignments, lists of words, ``$NAME``, ``${NAME}``,
+``${NAME:-default}``, ``$((..))`` of numbers, and ``source`` of a file next to the script. Blocks (``if``, ``for``,
+``case``, functions) are not evaluated: their assignments are unknown. The trace of ``bash -x`` has no blocks, and is
+read, too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ScriptError(Exception):
 class Argument:
     """A word of a command; ``text`` is None if only a run determines it, and ``why`` is the reason.
 
-    Of a known one, ``why`` names the variable of the environment whose default is in it. ``start`` and ``end`` are the
+    For a known one, ``why`` names the variable of the environment whose default is in it. ``start`` and ``end`` are the
     text before and after the unknown part. ``block`` is the line of the block that appends the word, which may run or
     not, or that assigns the variable of an unknown one; 0 outside of blocks.
     """
@@ -551,8 +552,8 @@ _BINARY: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
 def evaluate(text: str, numbers: Mapping[str, int]) -> int | None:
     """Evaluate an arithmetic expression of ``+ - * / %`` and parentheses.
 
-    None for others, and for results that are negative or need more than 64 bits. Shells round quotients towards zero;
-    without negative numbers that is down.
+    None for others, and for results that are negative or need more than 64 bits. Shells round quotients towards zero,
+    which is down without negative numbers.
     """
     plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text.strip(), flags=re.ASCII)
     try:

@@ -15,13 +15,13 @@ _MAX_TEXT: Final = 10_000
 
 
 class FrequencyError(ValueError):
-    """An expression that is no list of numbers, or too long a list."""
+    """An expression that is not a list of numbers, or too long a list."""
 
 
 def layer_pattern(text: str, num_layers: int) -> list[int]:
     """Return 1 for each block with experts, else 0, of a value of ``--moe-layer-freq``.
 
-    A number N means experts in blocks 0, N, 2N and so on, and -N the same.
+    A number N, or -N, means experts in blocks 0, N, 2N and so on.
 
     Raises:
         FrequencyError: the value is neither a number nor a list with a 0 or 1 for each block.
@@ -41,7 +41,7 @@ def layer_pattern(text: str, num_layers: int) -> list[int]:
 
 
 def literal_list(text: str) -> list[int | float | str] | None:
-    """Return the list of an expression of lists, ``+`` and ``*``; None if it is anything else, or too long."""
+    """Return the list of an expression of lists, ``+`` and ``*``; None for others, or too long a list."""
     if len(text) > _MAX_TEXT:
         return None
     try:

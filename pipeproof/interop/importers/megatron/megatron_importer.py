@@ -171,7 +171,7 @@ def _import_expert_overlap(reader: FlagReader) -> None:
 
 
 def _import_gathers(reader: FlagReader) -> None:
-    """Set what a sharded product keeps for the gradient of its weight: Megatron-LM gathers its input again."""
+    """Set the input that a sharded product keeps for the gradient of its weight: Megatron-LM gathers it again."""
     if not (reader.has(_SP) and reader.draft.get("topology", "sequence_parallel")):
         return
     if reader.draft.get("schedule", "overlap") is not None:
@@ -218,7 +218,7 @@ def _expert_parallel(reader: FlagReader, ep: int, expert_tp: int, plan_ep: int, 
     if reader.has(_EP):
         reader.put(_EP, plan_ep)
     if plan_ep != ep:
-        why = f"experts are over {ep} ranks of which {plan_ep} have their own micro-batches; here they are over those "
+        why = f"experts are over {ep} ranks, and {plan_ep} have their own micro-batches; here they are over those "
         reader.ignore(_EP, f"{why}{plan_ep}, and sharded over the {tp} tp ranks")
     elif expert_tp != tp and reader.has("--num-experts"):
         reader.ignore(_ETP, f"experts are sharded over all {tp} tp ranks here")
@@ -226,7 +226,7 @@ def _expert_parallel(reader: FlagReader, ep: int, expert_tp: int, plan_ep: int, 
 
 
 def _launched(arguments: Arguments, fewest: int) -> int | None:
-    """Return the number of processes from the flags of torchrun; None where a script's default does not suffice."""
+    """Return the number of processes from the flags of torchrun; None if a script's default does not suffice."""
     number, has_default = 1, False
     for name in ("--nproc-per-node", "--nnodes"):
         setting = arguments.launcher.get(name)
@@ -282,7 +282,7 @@ def _import_buckets(reader: FlagReader) -> None:
 def _import_buffers(reader: FlagReader) -> None:
     """Set the activations that attention keeps and the buffers of the loss.
 
-    Without a backend of its choice, Transformer Engine has a flash or a fused attention, which keep no probabilities;
+    Without a chosen backend, Transformer Engine has a flash or a fused attention, which keep no probabilities;
     the implementation `local` keeps them.
     """
     backend = reader.text("--attention-backend")
@@ -336,7 +336,7 @@ _FIX = "give the processes of the whole training with `--world-size N`"
 
 
 def import_batches(reader: FlagReader, data_parallel: int, num_chunks: int) -> None:
-    """Set ``schedule.micro_batch_size`` and ``schedule.num_micro_batches``: of the last steps, if batches grow.
+    """Set ``schedule.micro_batch_size`` and ``schedule.num_micro_batches``, of the last steps if batches grow.
 
     Raises:
         PlanFileError: PP170, a value cannot be read; PP171, Megatron-LM refuses the batches.

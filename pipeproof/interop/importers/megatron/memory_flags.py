@@ -1,6 +1,6 @@
 """Products in fewer bits, recomputation, stored activations and optimizer states, from the flags of Megatron-LM.
 
-Names and defaults are those of megatron/core/transformer/transformer_config.py and megatron/training/arguments.py
+Names and defaults are from megatron/core/transformer/transformer_config.py and megatron/training/arguments.py
 (Megatron-LM, commit d98e8a6).
 """
 
@@ -23,15 +23,15 @@ _TYPE_OF_RECIPE: Final[Mapping[str, MatmulDtype]] = MappingProxyType(
     {"delayed": "float8", "tensorwise": "float8", "mxfp8": "float8", "blockwise": "float8_block"}
 )
 """Types of products by ``--fp8-recipe``. Products of Blackwell apply the scales of MXFP8 themselves, as fast as one
-scale for a tensor; those for blocks of 128 are applied by further instructions."""
+scale for a tensor; scales for blocks of 128 need further instructions."""
 
 _BYTES: Final = MappingProxyType(
     {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
 )
-"""Bytes by names of types: those of the flags, and those in the printed block of arguments after ``torch.``."""
+"""Bytes by names of types: of the flags, and of the printed block of arguments after ``torch.``."""
 _REPLAYED = {"attn": "attention", "moe_router": "router"}
-"""Parts of a block in ``cost.analytic.replayed`` by their names in Megatron-LM; its choice and counting of visits
-(``moe_preprocess``) are no operations of their own here."""
+"""Parts of a block in ``cost.analytic.replayed`` by their names in Megatron-LM. Its routing choice and counting of
+visits (``moe_preprocess``) are not separate operations here."""
 
 
 def import_precision(reader: FlagReader) -> None:
@@ -79,9 +79,9 @@ def _import_offload(reader: FlagReader) -> None:
 
 
 def _import_optimizer_state(reader: FlagReader) -> None:
-    """Set the bytes of two moments and of the copy of weights, where they have types of their own.
+    """Set the bytes of two moments and of the copy of weights, if they have types of their own.
 
-    Of the copy of weights in bfloat16, only the 16 bits are stored that the weights lack (``store_param_remainders``).
+    With bfloat16 weights, their copy stores only the 16 missing bits (``store_param_remainders``).
     """
     if not reader.has(_PRECISE):
         return
@@ -97,7 +97,7 @@ def _import_optimizer_state(reader: FlagReader) -> None:
 
 
 def _import_execution(reader: FlagReader) -> None:
-    """Set what runs next to computations, the exchange of tokens, and whether the host starts each operation."""
+    """Set overlapped communication, the exchange of tokens, and whether the host starts each operation."""
     draft = reader.draft
     if reader.has(_TP_OVERLAP) and draft.get("topology", "sequence_parallel"):
         reader.take_for_device(_TP_OVERLAP, ("cost", "analytic", "overlap"), ["tp"])
@@ -120,7 +120,7 @@ def _import_execution(reader: FlagReader) -> None:
 
 
 def _import_graphs(reader: FlagReader) -> None:
-    """Set what the host starts by a replay: whole steps, or the parts of blocks that are named."""
+    """Set the parts that the host starts by a replay: whole steps, or named parts of blocks."""
     scopes = "--cuda-graph-modules", "--cuda-graph-scope"
     for flag in (_GRAPHS, *scopes):
         if reader.has(flag) and reader.text(flag) == "full_iteration":
@@ -173,7 +173,7 @@ def import_recomputation(reader: FlagReader) -> None:
 
 
 def recomputed_modules(reader: FlagReader) -> list[str]:
-    """Return the modules that the flags name, those of Megatron-LM's default without any.
+    """Return the modules that the flags name; without flags, Megatron-LM's default.
 
     They are words, or a list as Python writes it.
     """

@@ -83,10 +83,10 @@ _KEYS_OF_DEEPSEEK_V4: Final[Mapping[str, KeyPath]] = MappingProxyType(
 
 
 def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
-    """Set the whole model from its configuration; flags add what it does not have.
+    """Set the whole model from its configuration; flags add missing values.
 
     Raises:
-        PlanFileError: PP170, a flag of a part has another value, or is of other attention.
+        PlanFileError: PP170, a flag of a part has another value, or is for another attention.
     """
     for flag in _OF_DEEPSEEK_V4:
         text, location = reader.text(flag), reader.location(flag)
@@ -97,7 +97,7 @@ def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
             reader.refuse(message, location, "remove the flag, or give the configuration of the trained model")
     for flag in ("--group-query-attention", "--kv-lora-rank"):
         if (location := reader.location(flag)) is not None:
-            message = f"{flag} is of other attention than that of DeepSeek-V4, which the model's configuration has"
+            message = f"{flag} is not for the attention of DeepSeek-V4, which the model's configuration has"
             reader.refuse(message, location, "remove the flag")
     reader.draft.adopt(config)
     if reader.has("--num-experts"):
@@ -108,7 +108,7 @@ def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
 
 
 def _streams(reader: FlagReader, pp: int) -> None:
-    """``--enable-mhc-connections``; conditions are those of ``TransformerConfig``.
+    """``--enable-mhc-connections``; with the conditions of ``TransformerConfig``.
 
     Raises:
         PlanFileError: PP171.
@@ -124,7 +124,7 @@ def _streams(reader: FlagReader, pp: int) -> None:
             reader.megatron_refuses(f"{flag}: {why}", flag)
     for name, default in (("--mhc-num-residual-streams", 4), ("--mhc-sinkhorn-iterations", 20)):
         reader.put(name, reader.number(name) or default)
-    why = "it divides by sums of rows before those of columns, here after; sizes and work are the same"
+    why = "it divides by sums of rows before sums of columns, here after; sizes and work are the same"
     reader.draft.ignore(flag, why, reader.location(flag))
 
 
@@ -265,7 +265,7 @@ def import_experts(reader: FlagReader) -> None:
 
 
 def dispatcher_of(reader: FlagReader) -> str | None:
-    """Return the dispatcher of tokens: that of the flag, or Megatron-LM's default; None if it is not known.
+    """Return the dispatcher of tokens: the flag's, or Megatron-LM's default; None if it is not known.
 
     A script without --hidden-size has its model elsewhere, with a dispatcher of its own.
     """
@@ -302,7 +302,7 @@ def _import_parts(reader: FlagReader, config: Draft) -> None:
     """Set the parts of the model that differ from a Llama's; sizes, experts and latent attention are set before.
 
     A script without --hidden-size has its model elsewhere: in another file, or in a checkpoint. Its missing flags mean
-    nothing, and the parts are those of ``config``, or assumed.
+    nothing, and the parts are from ``config``, or assumed.
     """
     if not reader.has("--hidden-size"):
         for key, value in LLAMA.items():

@@ -57,7 +57,7 @@ def check_layout(
 ) -> None:
     """Check Megatron-LM's conditions on a layout, and that no stage is empty, which plans do not allow.
 
-    ``length`` is that of the string, for the location of a missing letter.
+    ``length`` is the length of the string, for the location of a missing letter.
 
     Raises:
         LayoutError: the first violation.
@@ -176,7 +176,7 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
     if any(not stage for stage in stages):
         message = f"stage {stages.index([])} has no layer, and a plan's stages have at least one"
         reader.refuse(message, reader.place(flag or "--num-layers"))
-    if flag is not None and len(set(sizes)) > 1:  # an even cut is that of a plan without `stages`, for any pp
+    if flag is not None and len(set(sizes)) > 1:  # a plan without `stages` has an even cut, for any pp
         reader.take(flag, ("stages",), stages)
     return num_chunks
 

@@ -18,7 +18,7 @@ VERSIONS = "2.0 to commit d98e8a6"
 
 @cache
 def names_of(tool: str) -> Mapping[str, str]:
-    """Return the names in a list, with underscores; those of Megatron-LM with their first and last version."""
+    """Return the names in a list, with underscores; Megatron-LM's with their first and last version."""
     lines = files(__name__).joinpath(f"{tool}.txt").read_text(encoding="utf-8").splitlines()
     rows = (line.partition(" ") for line in lines if not line.startswith("#"))
     return {name: versions for name, _, versions in rows}
@@ -49,7 +49,7 @@ _OTHER_PARTS: Final = (
 def depth_of(name: str) -> int | None:
     """Return the number of blocks of a public checkpoint, by its name or by a path that ends with it; else None.
 
-    Variants that are trained further have as many blocks: their endings, such as ``-Instruct``, do not matter.
+    Further trained variants have the same number of blocks: endings such as ``-Instruct`` do not matter.
     """
     depths = names_of("public_checkpoints")
     base = _VARIANT.sub("", name).rstrip("/")

@@ -1,9 +1,9 @@
 """Importer of ERNIEKit's configurations: training arguments with the names of the earlier trainers, and its own rules.
 
 ERNIEKit (PaddlePaddle/ERNIE, Apache 2.0, commits 01d6181, 32e85dd and 3aa7875: erniekit/hparams, erniekit/train,
-ernie/modeling_moe_pp.py) trains by the trainer that reads ``pipeline_parallel_config``. It stops at the start where
-sequence parallelism would corrupt the tensors that partial sends carry, and takes the micro-batch from ``batch_size``
-and the type of activations from ``compute_type``.
+ernie/modeling_moe_pp.py) trains by the trainer that reads ``pipeline_parallel_config``. It stops at the start if
+sequence parallelism would corrupt partially sent tensors, and reads the micro-batch from ``batch_size`` and the type
+of activations from ``compute_type``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES: Final = {
 }  # fmt: skip
 """Values of ``compute_type``, and the type of activations; ``bf16`` and ``fp16`` of the file have no effect."""
 _OWN: Final = ("stage", "compute_type", "fine_tuning", "train_dataset_type")
-"""Keys of which ERNIEKit's configurations have at least one, and files of its pre-training script none."""
+"""ERNIEKit's configurations have at least one of these keys, and files of its pre-training script none."""
 _KIT: Final = (*_OWN, "batch_size", "add_tail_layers", "pp_need_data", "pp_need_data_degree", "model_name_or_path")
 _BY_BLOCKS: Final = "layer:Ernie4_5_DecoderLayer|EmptyLayer"
 _CLEARED: Final = "enable_clear_every_step_cache"
@@ -64,7 +64,7 @@ def _refuse_misspelt(settings: Settings) -> None:
     for name in settings.values:
         near = None if name in READ or name in _KIT else misspelt(name, _KIT)
         if near is not None:
-            raise unreadable(f"`{name}` is no key of ERNIEKit", settings.location(name), f"did you mean `{near}`?")
+            raise unreadable(f"`{name}` is not a key of ERNIEKit", settings.location(name), f"did you mean `{near}`?")
 
 
 def _of_kit(settings: Settings, job: FleetJob, draft: Draft) -> FleetJob:
@@ -141,7 +141,7 @@ def _tail(settings: Settings) -> SourcedValue[int]:
 def _cut(settings: Settings, job: FleetJob, draft: Draft, stage: str, tail: int) -> SourcedValue[str] | None:
     """Return the partition: ERNIE's text models have a uniform one if the blocks do not divide over the ranks.
 
-    Models with images, and those with PyTorch's weights (``-PT``), have the blocks divided, or are refused.
+    Models with images, and models with PyTorch's weights (``-PT``), have the blocks divided, or are refused.
     """
     layers, name = count(draft, "model", "num_layers", default=0), settings.text("model_name_or_path")
     by_blocks = job.cut is None or job.cut.by_default or job.cut.value == _BY_BLOCKS

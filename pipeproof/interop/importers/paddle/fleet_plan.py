@@ -23,7 +23,7 @@ _BLOCK_CLASS = re.compile(r"[.\w*]*(Layer|Block|Pipe)[.\w*]*")
 
 
 def lay_out(job: FleetJob, draft: Draft) -> None:
-    """Set a draft from a job's settings, with findings about settings that have another effect than their name.
+    """Set a draft from a job's settings, with findings about settings with an unexpected effect.
 
     Raises:
         PlanFileError: PP171, for a job that Fleet refuses.
@@ -94,7 +94,7 @@ def _data_ranks(job: FleetJob, draft: Draft, others: int) -> int | None:
 
 
 def _axis_order(job: FleetJob, draft: Draft) -> None:
-    """Convert Fleet's order, slowest axis first, to ours, fastest first; of dp and sharding, use the one with ranks."""
+    """Convert Fleet's order, slowest axis first, to ours, fastest first; use dp or sharding, whichever has ranks."""
     dropped = "dp" if (job.dp.value or 1) == 1 else "sharding"
     order: list[str] = []
     for name in reversed(job.order):
@@ -239,7 +239,7 @@ def _layers(job: FleetJob, draft: Draft) -> None:
 
 
 def _cut(cut: SourcedValue[str], stages: Location | None, draft: Draft) -> None:
-    """Set ``stages`` from Fleet's ``seg_method``, whose class names differ from those of a plan's layers.
+    """Set ``stages`` from Fleet's ``seg_method``, whose class names differ from a plan's layers.
 
     ``stages`` is the location of the number of stages, used for a default partition.
     """
@@ -297,8 +297,8 @@ def rephrasing(job: FleetJob) -> Rephrase:
 def suggested_fix(job: FleetJob, plan: PlanSpec) -> str:
     """Return the modes of sending, each with the bytes of one pipeline's step over all its tensor-parallel ranks."""
     whole, tp = step_bytes(job, plan), plan.topology.tp
-    intro = f"write `{turn_off(job.partial)}`, so that tensors are sent whole; a step of one pipeline then moves, "
-    intro += f"forward and backward, over all {tp} TP ranks:"
+    intro = f"write `{turn_off(job.partial)}` to send whole tensors; a step of one pipeline then moves, forward and "
+    intro += f"backward, over all {tp} TP ranks:"
     modes = (
         ("full sends, sequence parallel", whole, 0, " (this fix)"),
         ("partial sends, sequence parallel", whole // tp, (tp - 1) * whole // tp, ", and wrong"),
@@ -318,8 +318,8 @@ def step_bytes(job: FleetJob, plan: PlanSpec) -> int:
     """Return the bytes of all boundary tensors of one pipeline's step, activations and gradients, each counted once.
 
     A boundary tensor has sequence / cp x rows x hidden elements for each
-    residual stream, and the same again for each MTP module if those are
-    embedded on the first stage.
+    residual stream, and as many again for each MTP module if the first stage
+    embeds the modules' tokens.
     """
     model, topology, schedule = plan.gpt, plan.topology, plan.schedule
     num_mtp = 0 if model.mtp is None or model.mtp.magic_send else model.mtp.num_modules

@@ -1,8 +1,8 @@
 """Importer of Fleet's ``DistributedStrategy``: saved as prototxt, or the Python object.
 
-Defaults are those of Paddle 3.3.1's ``distributed_strategy.proto``, which
+Defaults are from Paddle 3.3.1's ``distributed_strategy.proto``, which
 ``save_to_prototxt`` omits. The text has no order of the mesh's axes, and a
-strategy has neither virtual stages nor sequence parallelism: those belong to
+strategy has neither virtual stages nor sequence parallelism: both belong to
 the model.
 """
 
@@ -27,7 +27,7 @@ from pipeproof.interop.importers.paddle.fleet_plan import lay_out, refuse, rephr
 from pipeproof.interop.importers.tree import Node, Placed, Tree, tree_of_data
 
 # --- Protocol buffers' text format, as far as strategies use it: scalar fields and nested messages ---
-# The grammar is that of https://protobuf.dev/reference/protobuf/textformat-spec.
+# For the grammar see https://protobuf.dev/reference/protobuf/textformat-spec.
 # Extensions, ``Any`` and lists do not occur in strategies, and are refused.
 
 
@@ -135,7 +135,7 @@ Value = bool | int | str
 _Lookup = Callable[[tuple[str, ...], Value], SourcedValue[Any]]
 
 ORDER = ("dp", "pp", "sharding", "sep", "cp", "mp")
-"""The order of the mesh's axes where none is sourced, the slowest first."""
+"""The default order of the mesh's axes, the slowest first."""
 
 _TOP = frozenset(
     {
@@ -201,7 +201,7 @@ def import_fleet(files: Sequence[Path], flags: Flags) -> Imported:
 
     def lookup(path: tuple[str, ...], default: Value) -> SourcedValue[Any]:
         placed = tree.get(*path)
-        if placed is None or placed.value in (None, "None"):  # the location is that of the message without it
+        if placed is None or placed.value in (None, "None"):  # without it, the location of its message
             nearest = tree.source.locate(path[:-1], key=True) if tree.has(path[0]) else None
             return SourcedValue(default, path[-1], nearest, by_default=True)
         return SourcedValue(_value(placed, path[-1], default), path[-1], placed.location)
@@ -222,9 +222,9 @@ def from_strategy(
 
     Args:
         strategy: the object; Paddle is not imported.
-        sequence_parallel: True if the model is sequence-parallel; without it, the verdict lists what depends on it.
+        sequence_parallel: True if the model is sequence-parallel; without it, the verdict lists the dependent values.
         num_chunks: virtual stages of a rank (``num_virtual_pipeline_stages`` of the ``PipelineLayer``).
-        settings: plan keys such as ``"model.hidden_size"`` with their values, which win over the strategy.
+        settings: plan keys such as ``"model.hidden_size"`` with their values, which replace the strategy's.
         model_config: a ``config.json`` with the sizes of the model.
         world_size: number of processes.
 
@@ -268,7 +268,7 @@ def _only_known(tree: Tree, path: tuple[str, ...], fields: frozenset[str]) -> No
 
 
 def _value(placed: Placed, name: str, default: Value) -> Value:
-    """Return the value of a scalar field; the type is that of the field's default."""
+    """Return the value of a scalar field; its type is the type of the field's default."""
     value = placed.value
     if isinstance(value, list):
         raise _repeated(name, placed)
@@ -304,7 +304,7 @@ def _job(lookup: _Lookup, order: tuple[str, ...]) -> FleetJob:
         sourced = lookup(("hybrid_configs", f"{name}_degree"), 1)
         if sourced.value < 1:
             if not sourced.by_default and sourced.value != -1:
-                refuse(f"{sourced.text} is no number of ranks", sourced.location)
+                refuse(f"{sourced.text} is not a number of ranks", sourced.location)
             return SourcedValue(1, sourced.setting, by_default=True)
         return sourced
 
@@ -314,7 +314,7 @@ def _job(lookup: _Lookup, order: tuple[str, ...]) -> FleetJob:
     for name in ("accumulate_steps", "micro_batch_size"):
         sourced = pipeline(name, 1)
         if sourced.value < 1:
-            refuse(f"{sourced.text} is no number of micro-batches or rows", sourced.location)
+            refuse(f"{sourced.text} is not a number of micro-batches or rows", sourced.location)
     return FleetJob(
         pp=degree("pp"),
         tp=degree("mp"),

@@ -91,7 +91,7 @@ _ORDERS = {
 
 
 def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
-    """Read training arguments: YAML or JSON, one file or several; later files win.
+    """Read training arguments: YAML or JSON, one file or several; later files override.
 
     Raises:
         PlanFileError: a file cannot be read (PP100 to PP103, PP170), or the trainer refuses the job (PP171).
@@ -102,7 +102,7 @@ def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
 def import_settings(
     settings: Settings, flags: Flags, adapt: Callable[[FleetJob, Draft], FleetJob] | None = None
 ) -> Imported:
-    """Return the plan of training arguments; ``adapt`` changes the job as a program around the trainer does.
+    """Return the plan of training arguments; ``adapt`` makes the changes of a program around the trainer.
 
     Raises:
         PlanFileError: PP170 or PP171, as for ``import_formers``.
@@ -121,9 +121,9 @@ def import_settings(
 
 
 def _mtp_modules(settings: Settings, job: FleetJob, draft: Draft) -> None:
-    """Set what modules read. PaddleFleet's GPTModel has the last norm before them, and before the tail's empty layers.
+    """Set the input of modules. PaddleFleet's GPTModel has the last norm before them and the tail's empty layers.
 
-    Earlier models, those of pre-training programs, and its experimental version have the norm after both.
+    Earlier models, in pre-training programs, and its experimental version have the norm after both.
     """
     number, magic = job.mtp, settings.flag("enable_mtp_magic_send", default=False)
     if number is None or not (number.value or draft.get("model", "mtp", "num_modules")):
@@ -200,7 +200,7 @@ def _by_tokens(settings: Settings, draft: Draft) -> dict[str, SourcedValue[bool]
     """Read the tokens of the earlier trainers, in one setting; later switches are unknown to them."""
     tokens = _known_tokens(settings)
     location = settings.location(TOKENS)
-    why = f"with earlier names of degrees it is no setting of the trainer, which reads tokens in `{TOKENS}`"
+    why = f"with earlier names of degrees it is not a setting of the trainer, which reads tokens in `{TOKENS}`"
     for name, _ in _SWITCHES.values():
         if name in settings:
             ineffective(draft, SourcedValue(settings.values[name][0], name, settings.location(name)), why)
@@ -339,7 +339,7 @@ def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
             continue
         similar_name = misspelt(name, _PIPELINE_NAMES)
         if similar_name is not None:
-            message = f"`{name}` is no setting of these trainers"
+            message = f"`{name}` is not a setting of these trainers"
             raise unreadable(message, settings.location(name), f"did you mean `{similar_name}`?")
         if not concerns_pipeline(name):
             continue

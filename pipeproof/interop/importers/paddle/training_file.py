@@ -82,13 +82,13 @@ class Settings:
 
 
 def read_settings(files: Sequence[Path]) -> Settings:
-    """Read all settings: a later file wins over an earlier one, and a file over its bases.
+    """Read all settings: a later file overrides an earlier one, and a file its bases.
 
     Sections do not matter: a setting has the same meaning at any depth.
 
     Raises:
         PlanFileError: PP100 or PP101 for a file that cannot be read, PP103 for a repeated key, PP170 for
-            one that is no mapping, for a base that includes itself, and for a setting with two values.
+            one that is not a mapping, for a base that includes itself, and for a setting with two values.
     """
     values: dict[str, tuple[Any, Location]] = {}
     first = None
@@ -114,7 +114,7 @@ def _read(file: Path, above: tuple[Path, ...]) -> tuple[dict[str, tuple[Any, Loc
         if path.resolve() in (file.resolve(), *(ancestor.resolve() for ancestor in above)) or len(above) >= _MAX_BASES:
             raise unreadable(f"`{BASE}: {shortened(base)}` leads back to this file, or is nested too deeply", location)
         if not path.is_file():
-            raise unreadable(f"`{BASE}` names {shortened(str(path))}, which is no file", location)
+            raise unreadable(f"`{BASE}` names {shortened(str(path))}, which is not a file", location)
         values |= _read(path, (*above, file))[0]
     own_values: dict[str, tuple[Any, Location]] = {}
     for setting, value, location in _walk(tree.data, tree.source, ()):

@@ -30,8 +30,8 @@ _LETTERS: Final = MappingProxyType({"embedding": "E", "decoder": "t", "mtp": "m"
 class Job:
     """Flags by name, which the table of a tool sets from a tree of values.
 
-    ``notes`` are assumptions about the file; ``world_size`` is the number of processes that train, where the file has
-    it; ``checkpoint`` is one of an unknown number of blocks, and ``open`` are settings that leave the verdict open.
+    ``notes`` are assumptions about the file; ``world_size`` is the number of training processes, if the file has it;
+    ``checkpoint`` is a checkpoint with an unknown number of blocks; ``open`` are settings that leave the verdict open.
     """
 
     tool: Tool
@@ -45,12 +45,12 @@ class Job:
 
     @property
     def top(self) -> Location:
-        """The place of what the tool sets itself: the first flag, or the file."""
+        """The location of the tool's own settings: the first flag, or the file."""
         first = next(iter(self.flags.values()), None)
         return Location(self.tree.source.file) if first is None else first.location
 
     def place(self, *paths: str) -> Location:
-        """Return the place of the first of these values that the file has, else the top."""
+        """Return the location of the first of these values in the file, else the top."""
         candidates = (self.tree.get(path) for path in paths)
         return next((placed.location for placed in candidates if placed is not None), self.top)
 
@@ -85,12 +85,12 @@ class Job:
         return result
 
     def read(self, section: str, elsewhere: Collection[str] = ()) -> None:
-        """Add the flags of a section's keys; ``elsewhere`` are those read before.
+        """Add the flags of a section's keys; ``elsewhere`` are keys that were read before.
 
         Keys without a flag are left to the importer of Megatron-LM, with the section before their names.
 
         Raises:
-            PlanFileError: PP170, a key is a misspelling of one with a flag, and in no list of the tool.
+            PlanFileError: PP170, a key is a misspelling of a key with a flag, and in no list of the tool.
         """
         shown = f"{section}." if section else ""
         for name in self.tree.names(section):
@@ -103,7 +103,7 @@ class Job:
             flag = FLAGS_BY_NAME.get(name)
             near = None if flag or name in NEGATED or self.tool.knows(name) else misspelt(name, FLAGS_BY_NAME)
             if near is not None:
-                message = f"`{shown}{name}` is no key of {self.tool.name}"
+                message = f"`{shown}{name}` is not a key of {self.tool.name}"
                 self.refuse(message, placed.location, f"did you mean `{near}`?")
             if name in NEGATED and placed.value is False:
                 self._add([Setting(NEGATED[name], (), placed.location, placed.location)])
@@ -119,7 +119,7 @@ class Job:
     def public_depth(self, *paths: str) -> None:
         """Set the number of blocks of the public checkpoint that the value at one of these paths names.
 
-        The name may be that of a directory: its last part is then the name of the checkpoint.
+        The value may be a directory, whose last part is the name of the checkpoint.
         """
         for path in paths:
             placed = self.tree.get(path)
@@ -136,7 +136,7 @@ class Job:
                     self.notes.append((note, placed.location))
 
     def arguments(self, command_args: Arguments | None = None) -> Arguments:
-        """Return the arguments of the training, for Megatron-LM's importer; ``command_args`` are those of a command."""
+        """Return the arguments of the training, for Megatron-LM's importer; ``command_args`` are from a command."""
         source = self.tree.source
         if command_args is None:
             chunks = self.flags.get(CHUNKS)

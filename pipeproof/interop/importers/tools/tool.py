@@ -18,12 +18,12 @@ def _no_names() -> Mapping[str, str]:
 
 
 def nothing(_: object) -> None:
-    """A tool whose arguments are those of Megatron-LM."""
+    """For a tool with Megatron-LM's own arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tool:
-    """A table: how the files of a tool are known, where Megatron's arguments are in them, and what its names mean."""
+    """A table: how to recognise the files of a tool, the sections with Megatron's arguments, and the tool's names."""
 
     name: str
     """The tool in messages; ``kind`` is its name for ``--from``."""
@@ -31,11 +31,11 @@ class Tool:
     entry: re.Pattern[str] = _NOTHING
     """Finds the words of the command that starts a training."""
     marks: tuple[str, ...] = ()
-    """Paths of which a file of the tool has one."""
+    """Every file of the tool has one of these paths."""
     sections: tuple[str, ...] = ("",)
     """Paths of the sections that have arguments of Megatron-LM, or attributes of Megatron-Core."""
     elsewhere: frozenset[str] = frozenset()
-    """Keys of these sections that are no arguments."""
+    """Keys of these sections that are not arguments."""
     values: Mapping[str, str] = field(default_factory=_no_names)
     """Paths of other values, and their flags."""
     switches: tuple[str, ...] = ()
@@ -45,15 +45,15 @@ class Tool:
     names: str | None = None
     """The list of names that the tool has and Megatron-LM does not."""
     decides: re.Pattern[str] = _NOTHING
-    """Finds those on which order, cut or layouts depend and which are not read: they leave the verdict open."""
+    """Finds unread names on which order, cut or layouts depend: they leave the verdict open."""
     without: re.Pattern[str] = _NOTHING
-    """Finds those that sound so and change nothing; others with a term of parallelism leave the verdict open."""
+    """Finds similar names that change nothing; others with a term of parallelism leave the verdict open."""
     blocks: re.Pattern[str] = _NOTHING
     """Matches specifications of layers (``--spec``) that are attention and an MLP or experts."""
     unnormed_modules: str | None = None
     """Why MTP modules are assumed to read the hidden states before the last norm, not after it."""
     adapt: Callable[[Any], None] = nothing
-    """Sets the flags of a ``Job`` that the tool's own names mean."""
+    """Sets the flags of a ``Job`` from the tool's own names."""
 
     def owns(self, name: str) -> bool:
         """Return True for a name that the tool has and Megatron-LM does not."""
@@ -67,7 +67,7 @@ class Tool:
 
     @property
     def lists(self) -> str:
-        """The lists that a name was not found in, for messages."""
+        """The lists without a name, for messages."""
         own = f" or of {self.name}" if self.names is not None else ""
         return f"no list of the arguments of Megatron-LM ({VERSIONS}){own}"
 
@@ -77,7 +77,7 @@ MEGATRON_LM: Final = Tool(name="Megatron-LM", entry=re.compile(r"(^|/)pretrain_g
 
 
 def fork_of(tools: Iterable[Tool], flags: Iterable[str], program: str, default: Tool) -> Tool:
-    """Return the tool of which a command has the most own names, or the entry script; ``default`` without any."""
+    """Return the tool with the most own names in a command, or with its entry script; ``default`` without any."""
     named = [*flags]
     counted = [(sum(map(tool.owns, named)) + bool(tool.entry.search(program)), tool) for tool in tools]
     number, tool = max(counted, key=lambda item: item[0], default=(0, default))

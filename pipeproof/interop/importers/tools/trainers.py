@@ -155,7 +155,7 @@ def _adapt_slime(job: Job) -> None:
     steps = job.tree.number("num_steps_per_rollout", default=0)
     samples = job.product((_SAMPLES[0], 0), (_SAMPLES[1], 1))
     if steps is None or (steps and samples is None):
-        job.unknown(BATCH, "that of a rollout, which only a run determines", job.place("num_steps_per_rollout"))
+        job.unknown(BATCH, "set by a rollout, which only a run determines", job.place("num_steps_per_rollout"))
     elif steps and samples:
         job.flags.pop(BATCH, None)
         job.default(BATCH, samples // steps, job.place(*_SAMPLES))
