@@ -114,13 +114,13 @@ def test_other_md5s_of_the_same_digits_are_different(tmp_path):
 @pytest.mark.parametrize(
     ("line", "fact"),
     [
-        (trainer(1, "9.o"), "'9.o' is no loss"),
+        (trainer(1, "9.o"), "'9.o' is not a loss"),
         (trainer("1x", 9.0), "'1x' is no global_step"),
-        (trainer(1, 9.0, ", loss_md5: 12"), "'12' is no MD5"),
-        (trainer(1, 9.0, ", mtp_1_loss: ?"), "'?' is no loss"),
-        (f"final_loss: rank=x val=1.0 md5={MD5}\n", "'x' is no rank"),
-        (f"final_loss: rank=0 val=1.0 md5={MD5[1:]}\n", "is no MD5"),
-        (f"final_loss: rank=0 val=one md5={MD5}\n", "'one' is no loss"),
+        (trainer(1, 9.0, ", loss_md5: 12"), "'12' is not an MD5"),
+        (trainer(1, 9.0, ", mtp_1_loss: ?"), "'?' is not a loss"),
+        (f"final_loss: rank=x val=1.0 md5={MD5}\n", "'x' is not a rank"),
+        (f"final_loss: rank=0 val=1.0 md5={MD5[1:]}\n", "is not an MD5"),
+        (f"final_loss: rank=0 val=one md5={MD5}\n", "'one' is not a loss"),
     ],
 )
 def test_a_line_that_shows_a_loss_must_be_whole(line, fact, tmp_path):

@@ -80,7 +80,7 @@ def test_without_values_only_norms_speak(tmp_path):
     found = align(a, write(tmp_path / "b"), Tolerance(relative=1.0))
     assert not found.equal
     assert found.tensors.first.ulps is None
-    assert found.tensors.first.cause.evidence == "by norms alone: that of A is 2 of B's"
+    assert found.tensors.first.cause.evidence == "by norms alone: A's is 2 of B's"
     assert "B has no values (`run --record-values`): only MD5s and norms were compared" in found.notes
 
 

@@ -45,7 +45,7 @@ REFUSED = [
     (f"check --from fleet {STRATEGY} --queue pair", "--queue is for a directory of logs and a program text"),
     (f"check {LOGS} {{plan}} --queue pair --transport torch-nccl", "--transport is for a program text"),
     (f"check {LOGS} --queue rainbow", "'rainbow' is not one of"),
-    (f"check {LOGS} --select PP9999", "is no code"),
+    (f"check {LOGS} --select PP9999", "is not a code"),
     (f"check {PROGRAM} --queue rainbow", "'rainbow' is not one of"),
     (f"check {PROGRAM} --transport carrier-pigeon", "no backend 'carrier-pigeon'; there are tables for"),
     (f"check {PROGRAM} --set topology.pp=2", "--set is for a file of another tool and a plan"),

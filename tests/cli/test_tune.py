@@ -39,7 +39,7 @@ def test_text_has_the_rows_and_the_reasons(plan):
     assert "All rows:" in result.stdout
     assert "Why row 1:" in result.stdout
     assert "Row 3 against row 1:" in result.stdout
-    assert "80 GiB, that of h100's data sheet" in " ".join(result.stdout.split())
+    assert "80 GiB, from h100's data sheet" in " ".join(result.stdout.split())
 
 
 @pytest.mark.slow(but=["paddle-suffixes1"])

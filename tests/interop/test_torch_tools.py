@@ -155,7 +155,7 @@ def test_each_takes_one_file(kind):
          "`parallelism.pipeline_parallel_degre` is not a key of torchtitan", "`pipeline_parallel_degree`"),
         ("torchtitan", "job.toml", "[training]\nlocal_batchsize = 4\n", "`training.local_batchsize`",
          "`local_batch_size`"),
-        ("torchtitan", "job.toml", "[paralelism]\n", "`paralelism` is no key", "did you mean `parallelism`?"),
+        ("torchtitan", "job.toml", "[paralelism]\n", "`paralelism` is not a key", "did you mean `parallelism`?"),
         ("torchtitan", "job.toml", "[tool.black]\nline = 4\n", "no key here is one of torchtitan", "plan --help"),
     ],
 )  # fmt: skip

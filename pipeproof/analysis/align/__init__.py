@@ -1,1 +1,1 @@
-"""Bit for bit: records of runs, logs of trainings, and where two of them part."""
+"""Bitwise comparison of records of runs, and of logs of trainings, with the first difference."""

@@ -88,7 +88,7 @@ def _where(observed: Observed) -> str:
 
 def _tensors(tensors: TensorAlignment) -> Iterator[str]:
     equal = tensors.num_compared - tensors.num_differing
-    rounding = f", of which {tensors.num_rounding} differ by rounding" if tensors.num_rounding else ""
+    rounding = f", {tensors.num_rounding} of them within rounding" if tensors.num_rounding else ""
     yield f"tensor_matches={equal}/{tensors.num_compared}{rounding}"
     if tensors.num_on_purpose:
         yield f"{tensors.num_on_purpose} tensors have no partner on purpose"

@@ -1,4 +1,4 @@
-"""Arrays as records know them: the MD5 of their bytes, their norm, and how far apart two of them are."""
+"""Arrays in records: the MD5 of their bytes, their norm, and the distance of two arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]
 
 FAST = "sum64:"
-"""With what the text of a ``fast_digest`` begins."""
+"""The prefix of a ``fast_digest``."""
 FAR = -1
 """Represents a distance that no number of ulps measures: not both finite, and not the same bits."""
 
@@ -32,19 +32,19 @@ def norm_of(array: Array) -> float:
 
 
 _HALF = 2**18
-"""Bytes of a block's half: with the two arrays that are made of it they stay in the processor's cache."""
+"""Bytes of half a block: with two arrays computed from it, it fits into the processor's cache."""
 _FACTORS = np.random.Generator(np.random.PCG64(49)).integers(2**64 - 1, size=_HALF // 8, dtype=np.uint64) | np.uint64(1)
 _SHIFT = np.uint64(33)
 
 
 def fast_digest(array: Array) -> tuple[str, float]:
-    """A digest of the bits that is many times as fast as MD5, and the norm, to about six digits.
+    """A digest of the bits that is many times faster than MD5, and the norm, to about six digits.
 
-    The bytes of a block's second half are added to those of its first, one place further on, so that a sign never meets
-    a sign. Of the sum's 64-bit words the upper bits are mixed into the lower ones: a sum modulo 2^64 has only the
+    The bytes of a block's second half are added to the bytes of its first half, shifted by one: then a sign never meets
+    a sign. The upper bits of the sum's 64-bit words are mixed into the lower ones: a sum modulo 2^64 has only the
     parity of the factors of highest bits. The digest is the sum of all words, each multiplied by a number that depends
     on its position, modulo 2^64. A tensor that differs by accident has the same digest with a probability of 2^-31: the
-    changes of both halves cancel in all bytes, or those of the words do in the sum.
+    changes of both halves cancel in all bytes, or the changes of the words cancel in the sum.
     """
     plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     flat = plain.reshape(-1)
@@ -77,7 +77,7 @@ _OF_THREAD = threading.local()
 
 
 def _scratch() -> tuple[Array, Array]:
-    """Two arrays for half a block, of this thread: new ones cost as much as reading it."""
+    """Two arrays for half a block, per thread: new arrays cost as much as reading the block."""
     if not hasattr(_OF_THREAD, "arrays"):
         _OF_THREAD.arrays = np.empty(_HALF // 8, dtype=np.uint64), np.empty(_HALF // 8, dtype=np.uint64)
     arrays: tuple[Array, Array] = _OF_THREAD.arrays
@@ -100,8 +100,7 @@ def _mixed(number: int) -> int:
 def ulps_between(a: Array, b: Array) -> Array:
     """Number of representable values from ``a`` to ``b``, elementwise, as int64; ``FAR`` where it is undefined.
 
-    Both are of one floating dtype and shape. +0 and -0 are next to each other, 1
-    apart: they are other bits.
+    Both are of one floating dtype and shape. +0 and -0 are 1 apart, because their bits differ.
     """
     if not np.issubdtype(a.dtype, np.floating):
         return np.where(a == b, 0, FAR)
@@ -109,12 +108,12 @@ def ulps_between(a: Array, b: Array) -> Array:
     distance = np.where(places_a > places_b, places_a - places_b, places_b - places_a)
     comparable = np.isfinite(a) & np.isfinite(b)
     same = places_a == places_b
-    # a distance of more than 2^63 wraps to a negative number: it is as far as can be
+    # a distance of more than 2^63 wraps to a negative number: it is the largest distance
     return np.where(same, 0, np.where(comparable, np.where(distance < 0, np.iinfo(np.int64).max, distance), FAR))
 
 
 def _places(array: Array) -> Array:
-    """The number of each element in the order of all floating-point numbers of its dtype, as int64."""
+    """The rank of each element in the order of all floating-point numbers of its dtype, as int64."""
     bits = np.ascontiguousarray(array).view({2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize])
     wide = bits.astype(np.int64)
     lowest = np.int64(np.iinfo(bits.dtype).min)
@@ -161,15 +160,15 @@ def max_relative(a: Array, b: Array) -> float:
 
 
 ROUNDINGS = 64
-"""Roundoffs of the largest element within which a difference is taken for rounding."""
+"""Differences up to this many roundoffs of the largest element count as rounding."""
 _GROWTH = 32
-"""By how much an operation may enlarge the relative rounding of what it reads."""
+"""Factor by which an operation may enlarge the relative rounding of its inputs."""
 _COARSE = 4, 8
 """Both for types of 16 bits and less: sums are in float32 and rounded once, and larger bounds would hide all faults."""
 
 
 def rounding_bound(dtype: str, noise: float = 0.0) -> float:
-    """The relative distance that rounding can make, where earlier tensors are ``noise`` apart by rounding."""
+    """The relative distance that rounding can make if earlier tensors are ``noise`` apart by rounding."""
     eps = eps_of(dtype)
     roundings, growth = _COARSE if eps > eps_of("float32") else (ROUNDINGS, _GROWTH)
     return roundings * eps + growth * noise
@@ -178,7 +177,7 @@ def rounding_bound(dtype: str, noise: float = 0.0) -> float:
 class Distance(NamedTuple):
     """Distance of two tensors in ulps and relative to the largest element, and the distance that rounding can make.
 
-    Records of any program and ``Pipeline.compare`` call a difference within ``bound``, which is relative, rounding.
+    Comparisons of records and ``Pipeline.compare`` call a difference within the relative ``bound`` rounding.
     """
 
     ulps: int
@@ -191,7 +190,7 @@ def distance(
 ) -> Distance:
     """Measure the distance of ``a`` from ``b``, which were computed in ``dtype``.
 
-    ``noise``: how far tensors are apart, by rounding, of which these are made. ``cancellation``: the ratio of a sum's
+    ``noise``: distance by rounding of the tensors that these are computed from. ``cancellation``: the ratio of a sum's
     terms to the sum; sums of terms that cancel round more.
     """
     relative, bound = max_relative(a, b), rounding_bound(dtype, noise)
@@ -207,5 +206,5 @@ _EPS = {
 
 
 def eps_of(dtype: str) -> float:
-    """The distance from one to the next number of a type; 0 for integers, which do not round."""
+    """The distance from 1 to the next number of a type; 0 for integers, which do not round."""
     return _EPS.get(dtype, 0.0)

@@ -44,7 +44,7 @@ def align(
 ) -> Alignment:
     """Compare ``a`` with ``b``: two records, or two text logs, which ``forms`` describe.
 
-    ``report_step`` is called with the number of each step that is reached. ``names`` are the naming conventions of two
+    ``report_step`` is called with the number of each step. ``names`` are the naming conventions of two
     records, ``map_file`` has other partners.
 
     Raises:
@@ -66,7 +66,7 @@ def align(
 
 
 def record_at(path: Path) -> Record | None:
-    """The record at a path, or of a training in parts; None where a log is.
+    """The record at a path, or of a training in parts; None for a log.
 
     Raises:
         AlignmentError: it is neither, or cannot be read.
@@ -135,7 +135,7 @@ def _align_records(
 def _put_losses(
     losses: LossAlignment, a: RecordedStep, b: RecordedStep, tolerance: Tolerance, dtype: str, factor: Fraction
 ) -> None:
-    """The main loss and the other losses of a step, paired by name; those of A times ``factor``."""
+    """The main loss and the other losses of a step, paired by name; A's times ``factor``."""
     a = a if factor == 1 else _times(a, factor)
     if a.loss is not None or b.loss is not None:
         losses.put(loss_of(a), loss_of(b), tolerance, dtype)

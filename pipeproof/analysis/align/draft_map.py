@@ -35,7 +35,7 @@ def draft_map(a: Record, b: Record, partners: RecordMap) -> str:
 
 
 def _one_each(tensors: Sequence[Recorded], is_weight: bool) -> dict[str, tuple[int, ...]]:
-    """By name the shape of a weight, or of what a module makes."""
+    """By name the shape of a weight, or of a module's output."""
     if is_weight:
         return {t.parameter: t.shape for t in tensors if t.parameter}
     kept = [t for t in tensors if not t.parameter and t.direction == "forward" and not t.piece and not t.micro_batch]
@@ -59,7 +59,7 @@ def _matched(
 
 
 def _with_patterns(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Statements; those of several layers that differ by one number are one."""
+    """Statements; statements of several layers that differ by one number are merged."""
     by_pattern: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for pair in pairs:
         numbers = [re.search(r"(?<![\w])\d+(?![\w])", name) for name in pair]

@@ -1,4 +1,4 @@
-"""The first tensor that differs between two records, in execution order, and what is known of it."""
+"""The first tensor that differs between two records, in execution order, and evidence about it."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ from pipeproof.analysis.align.record_map import Pair, RecordMap
 
 
 _MODULE = "mtp."
-"""With what the names of modules of multi-token prediction begin."""
+"""Prefix of the names of modules of multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGradients:
-    """Of the weights of one layer, those whose gradients of a step are equal on both sides, and those that differ."""
+    """The weights of one layer whose gradients in a step are equal on both sides, and the different ones."""
 
     equal: tuple[str, ...] = ()
     different: tuple[str, ...] = ()
 
     @property
     def are_conclusive(self) -> bool:
-        """True if they narrow the position down: if all of them differ, or none, they give no evidence."""
+        """True if they narrow down the position: if all of them differ, or none, they give no evidence."""
         return bool(self.equal and self.different)
 
 
 def giver(tensor: Recorded, layers: Sequence[str]) -> str | None:
-    """The layer whose output is what another takes, in that direction: no layer computes between the two.
+    """The layer whose output is the input of another layer in a direction: no layer computes between the two.
 
-    A record has, of the MTP streams of a model with modules, the main one, and at a
-    module what that reads and makes. So what a module takes backward was given by
-    none of the record's, and what the last block takes is the sum of two.
+    For MTP models a record stores only the main stream, plus each module's own input
+    and output. The gradient that enters a module therefore has no recorded producer,
+    and the gradient that enters the last block is the sum of two.
 
     Args:
-        tensor: what a layer takes, at its border.
+        tensor: the input of a layer.
         layers: all layers of the record, in the order of the forward direction.
     """
     position, is_module = layers.index(tensor.layer), tensor.layer.startswith(_MODULE)
@@ -102,12 +102,12 @@ def _is_of_one_layer(taken: Recorded, output_tensor: Recorded) -> bool:
 class TensorDifference:
     """A tensor that differs.
 
-    ``ranks`` are those whose part differs, where both records have the same
+    ``ranks`` are the ranks whose part differs, if both records have the same
     parts; empty otherwise. ``ulps`` and ``relative`` are the largest over
     elements, None without values; ``place`` is the index of an element that is
     that many ulps off. ``handed_on`` is true if no layer computes between it and
-    the equal tensor before it, which is the same one before it was handed on.
-    ``weights`` are those of its layer, with their gradients in that step.
+    the equal tensor before it, which is the same tensor before it was passed on.
+    ``weights`` are its layer's, with their gradients in that step.
     """
 
     a: Recorded
@@ -129,8 +129,8 @@ class TensorDifference:
 class TensorAlignment:
     """Tensors of two records over all common steps.
 
-    ``before`` is the last equal one before ``first``, or, where that was handed
-    on, the same one before it was.
+    ``before`` is the last equal one before ``first``, or, if that was passed
+    on, the same tensor before that.
     """
 
     num_compared: int = 0
@@ -149,7 +149,7 @@ class TensorAlignment:
     num_rounding: int = 0
     first_step: int | None = None
     with_equal_bits: dict[str, None] = field(default_factory=dict)
-    """Kinds of tensors (such as a layer's outputs), in order, of which some have equal bits in the first step."""
+    """Kinds of tensors (such as a layer's outputs), in order, with equal bits in some tensor of the first step."""
     with_other_bits: dict[str, None] = field(default_factory=dict)
     systematic: tuple[Recorded, CommonFactor] | None = None
     """The first tensor within the bound of rounding whose difference has a direction."""
@@ -163,7 +163,7 @@ class TensorAlignment:
 def paired_steps(
     a: Record, b: Record, report_step: Callable[[int], None]
 ) -> Iterator[tuple[RecordedStep | None, RecordedStep | None]]:
-    """Steps of both by number, as they come; None where one side has no such step."""
+    """Steps of both by number, in order; None if one side lacks the step."""
     steps_a, steps_b = a.steps(), b.steps()
     next_a, next_b = next(steps_a, None), next(steps_b, None)
     while next_a is not None or next_b is not None:
@@ -176,11 +176,11 @@ def paired_steps(
 
 
 class Verdict(IntEnum):
-    """Distance of a tensor from its partner, in words."""
+    """Class of the distance of a tensor from its partner."""
 
     EQUAL_BITS = 0
     ALLOWED = 1
-    """Within the tolerance that was asked for."""
+    """Within the given tolerance."""
     ROUNDING = 2
     """Within the bound of rounding."""
     DIFFERENT = 3
@@ -188,7 +188,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckedPair:
-    """A pair, its verdict, and where it was measured its distance and the bound of rounding, both relative."""
+    """A pair, its verdict, and if measured its relative distance and the relative bound of rounding."""
 
     pair: Pair
     verdict: Verdict
@@ -199,7 +199,7 @@ class CheckedPair:
 class TensorComparison:
     """Comparison of the tensors of two records, step by step.
 
-    Of layers' tensors those are compared that both have: a record without
+    Tensors of layers are compared if both records have them: a record without
     `--record-layers` has none.
     """
 
@@ -208,9 +208,9 @@ class TensorComparison:
         self._layers = a.header.layers and b.header.layers
         self._is_program = "program" in (a.header.who, b.header.who)
         self._noise = 0.0
-        """Largest relative distance so far that was called rounding: later tensors are made of such ones."""
+        """Largest relative distance so far that counted as rounding: later tensors are computed from such tensors."""
         self._trained: set[str] = set()
-        """B's layers that had gradients of weights in the step before, all of it equal."""
+        """B's layers that had gradients of weights in the previous step, all equal."""
         self.found = TensorAlignment()
 
     def put(self, a: RecordedStep, b: RecordedStep) -> None:
@@ -277,7 +277,7 @@ class TensorComparison:
         return CheckedPair(pair, Verdict.DIFFERENT, relative, bound)
 
     def _by_norms(self, a: Recorded, b: Recorded) -> Verdict:
-        """Norms show no more than that tensors are not equal within rounding."""
+        """Norms can only show that tensors are not equal within rounding."""
         if not self._is_program or torn(a) or torn(b):
             return Verdict.DIFFERENT
         largest = max(a.norm, b.norm)
@@ -311,7 +311,7 @@ class TensorComparison:
         checked: Sequence[CheckedPair],
         is_equal: Mapping[str, bool],
     ) -> tuple[TensorDifference, Recorded | None]:
-        """Of a plan's layers, which follow one another."""
+        """The first difference in a plan's layers, which follow one another."""
         mine, weights, source = first.a, WeightGradients(), None
         common = [each.pair[0].recorded for each in checked]
         layers = list(dict.fromkeys(a.layer for a in common if a.direction == "forward"))
@@ -332,7 +332,7 @@ class TensorComparison:
         return replace(first, cause=cause, handed_on=source is not None, weights=weights), source or last
 
     def _by_own_values(self, mine: Recorded, source: Recorded, checked: Sequence[CheckedPair]) -> Cause | None:
-        """The cause, from what A has of a tensor before and after it was handed on: these differ by no rounding."""
+        """The cause, from A's own tensor before and after it was passed on: these must be equal without rounding."""
         own = {each.pair[0].recorded.key: each.pair[0] for each in checked}
         x, y = own[mine.key].values(), own[source.key].values()
         if x is None or y is None or x.whole.shape != y.whole.shape:
@@ -354,7 +354,7 @@ class TensorComparison:
             return replace(blank, cause=guess_from_norms(a, b))
         if a.md5 != b.md5 or not (x.others or y.others):
             cause, p, q = guess(x, y, a, b, surroundings), x.whole, y.whole
-        else:  # what the lowest ranks hold is equal: it is what another one does
+        else:  # the lowest ranks' parts are equal: another rank's differs
             rank, p, q = _other_part(a, b, x, y)
             apart = guess(Values(p, {}), Values(q, {}), a, b)
             cause = missing_reduction(x, y) or Cause(apart.family, f"on rank {rank}: {apart.evidence}")
@@ -375,9 +375,9 @@ def _inputs_of_calls(checked: Sequence[CheckedPair]) -> Mapping[tuple[str, int],
 
 
 def _factor(each: CheckedPair, calls: Mapping[tuple[str, int], Sequence[CheckedPair]]) -> CommonFactor | None:
-    """The common factor of what a module makes of inputs with equal bits.
+    """The common factor of a module's results from inputs with equal bits.
 
-    Forward only: a gradient is that of all readers of a tensor.
+    Forward only: the gradient of a tensor is a sum over all its readers.
     """
     tensor = each.pair[1].recorded
     reads = calls.get((tensor.layer, tensor.micro_batch), ())
@@ -398,7 +398,7 @@ def _systematic(checked: Sequence[CheckedPair]) -> tuple[Recorded, CommonFactor]
 
 
 def _by_optimizer(difference: TensorDifference) -> TensorDifference:
-    """The difference; where a layer with trained weights makes it in the forward after a step, by the optimizer."""
+    """The difference; blamed on the optimizer if a layer with trained weights makes it in the next forward."""
     tensor, cause, operation = difference.b, difference.cause, difference.operation
     is_made_here = operation.are_inputs_equal if operation else cause.family is Family.COMPUTATION
     has_cause = cause.family not in (Family.COMPUTATION, Family.SCALE)

@@ -1,4 +1,4 @@
-"""A guess why two tensors differ, with what speaks for it. It is a guess: the evidence is what counts."""
+"""A guess why two tensors differ, with its evidence. It is a guess: the evidence counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipeproof.diagnostics.problems import grouped
 
 
 class Family(StrEnum):
-    """Kind of mistake that makes such a difference."""
+    """Kind of mistake that causes such a difference."""
 
     LAYOUT = "layout"
     SCALE = "scale"
@@ -54,7 +54,7 @@ class Cause:
 
 
 _LARGEST_TERM = 128
-"""Of numerator and denominator of a factor that is called rational: micro-batches and ranks are not more often."""
+"""Limit of numerator and denominator of a rational factor: numbers of micro-batches and ranks are smaller."""
 
 
 def guess(
@@ -90,7 +90,7 @@ def guess(
 
 
 def guess_from_norms(a: Recorded, b: Recorded) -> Cause:
-    """The same where only MD5s and norms were kept."""
+    """The guess if only MD5s and norms were kept."""
     disagreement = _disagreement(a, "A") or _disagreement(b, "B")
     if disagreement:
         return Cause(Family.MISSING_REDUCTION, f"by MD5s alone{disagreement}")
@@ -99,19 +99,19 @@ def guess_from_norms(a: Recorded, b: Recorded) -> Cause:
     ratio = a.norm / b.norm
     factor = _rational(ratio, b.shape)
     if factor not in (None, 1) and abs(ratio / float(factor) - 1.0) < 1e-6:
-        return Cause(Family.SCALE, f"by norms alone: that of A is {factor} of B's{_of_mean(factor, b.shape)}")
+        return Cause(Family.SCALE, f"by norms alone: A's is {factor} of B's{_of_mean(factor, b.shape)}")
     if abs(ratio - 1.0) < 1e-13:
         return Cause(Family.LAYOUT, "by norms alone: they are equal, the MD5s are not")
     return Cause(Family.UNKNOWN, f"by norms alone: {a.norm:.9g} and {b.norm:.9g}")
 
 
 def missing_reduction(a: Values, b: Values) -> Cause | None:
-    """The cause, if ranks of one side hold addends of what the other side holds."""
+    """The cause, if ranks of one side hold addends of the other side's tensor."""
     return _addends(a, b, "A") or _addends(b, a, "B")
 
 
 def _addends(parts: Values, total: Values, side: str) -> Cause | None:
-    """Ranks that should hold one tensor hold different ones, and these add up to the other side's."""
+    """Ranks that should hold one tensor hold different tensors, which add up to the other side's."""
     if not parts.others or any(part.shape != total.whole.shape for part in parts.others.values()):
         return None
     other = "B" if side == "A" else "A"
@@ -127,13 +127,13 @@ def _addends(parts: Values, total: Values, side: str) -> Cause | None:
 
 
 def _layout(x: Array, y: Array, _: float) -> Cause | None:
-    """The same values in other places."""
+    """The same values at other positions."""
     if not np.array_equal(np.sort(x, axis=None), np.sort(y, axis=None)):
         return None
     moved = int(np.count_nonzero(x != y))
     if moved == 0:
         return None  # they differ in the signs of zeros
-    evidence = f"the same {x.size} values, {moved} of them in other places"
+    evidence = f"the same {x.size} values, {moved} of them at other positions"
     for dim in range(x.ndim):
         order = _permutation(np.moveaxis(x, dim, 0), np.moveaxis(y, dim, 0))
         if order is not None:
@@ -146,11 +146,11 @@ def _layout(x: Array, y: Array, _: float) -> Cause | None:
 
 
 def _foreign(x: Array, y: Array, _: float) -> Cause | None:
-    """Values of the right tensor at wrong places, others lost: what arrives when slices are mistaken for wholes."""
+    """Values of the right tensor at wrong positions, others lost: slices were mistaken for wholes."""
     ours, counts_a = np.unique(x, return_counts=True)
     theirs, counts_b = np.unique(y, return_counts=True)
     if len(ours) < max(2, x.size // 8) or not np.isin(ours, theirs).all():
-        return None  # so few values are found in many tensors
+        return None  # so few values occur in many tensors
     lost = int(counts_b[~np.isin(theirs, ours)].sum())
     again = int((counts_a - counts_b[np.isin(theirs, ours)]).clip(0).sum())
     return Cause(
@@ -171,7 +171,7 @@ def _equal_rows(x: Array, y: Array) -> str:
 
 
 def _permutation(x: Array, y: Array) -> list[int] | None:
-    """For each slice of ``x`` which slice of ``y`` it is, if each is one."""
+    """For each slice of ``x`` the index of the equal slice of ``y``, if all have one."""
     places = grouped((np.ascontiguousarray(y[row]).tobytes(), row) for row in reversed(range(len(y))))
     slices = [np.ascontiguousarray(piece).tobytes() for piece in x]
     if Counter(slices) != Counter({piece: len(rows) for piece, rows in places.items()}):
@@ -210,7 +210,7 @@ def _scale(x: Array, y: Array, eps: float) -> Cause | None:
 
 
 def _rational(ratio: float, shape: Sequence[int]) -> Fraction | None:
-    """The factor next to a ratio that has small terms, or is a number of elements, or its inverse; None without one."""
+    """The nearest factor with small terms, or a number of elements or its inverse; None without one."""
     if ratio == 0.0:
         return None
     small = Fraction(ratio).limit_denominator(_LARGEST_TERM)
@@ -222,7 +222,7 @@ def _rational(ratio: float, shape: Sequence[int]) -> Fraction | None:
 
 
 def _of_mean(factor: Fraction, shape: Sequence[int]) -> str:
-    """The cause of a factor that is a number of elements, in words; empty for another."""
+    """The cause of a factor that is a number of elements, in words; empty for other factors."""
     number = max(factor.numerator, factor.denominator)
     if min(factor.numerator, factor.denominator) != 1 or number < _LEAST_COUNT or number not in _counts(shape):
         return ""
@@ -233,11 +233,11 @@ def _of_mean(factor: Fraction, shape: Sequence[int]) -> str:
 
 
 _LEAST_COUNT = 16
-"""Smaller factors have other causes as well: micro-batches, ranks."""
+"""Smaller factors have other possible causes: micro-batches, ranks."""
 
 
 def _counts(shape: Sequence[int]) -> set[int]:
-    """Numbers of elements along any of the dims together."""
+    """Products of the sizes of any dims."""
     counts = {1}
     for size in shape:
         counts |= {size * count for count in counts}
@@ -245,7 +245,7 @@ def _counts(shape: Sequence[int]) -> set[int]:
 
 
 def _order(x: Array, y: Array, eps: float) -> Cause | None:
-    """No more than rounding."""
+    """Only rounding."""
     error = max_relative(x, y)
     if error > ROUNDINGS * eps:
         return None
@@ -273,7 +273,7 @@ class CommonFactor:
 
 _MIN_ROWS = 8
 _MIN_ROUNDOFFS = 4
-"""No library's function is off by more on average: of PyTorch's and Paddle's 0.1 was measured, of a constant 0.6."""
+"""No library function is off by more on average: PyTorch's and Paddle's measured 0.1, a constant 0.6."""
 _MIN_ERRORS = 6
 """Standard errors that a mean over rows has to be off by."""
 
@@ -281,8 +281,8 @@ _MIN_ERRORS = 6
 def common_factor(a: Array, b: Array, read: Array | None, dtype: str) -> CommonFactor | None:
     """The factor of ``a``'s rows to ``b``'s, if they have one: rounding has no direction, and is averaged out.
 
-    Both are results in ``dtype`` of an operation whose inputs have equal bits. ``read`` is its input: if that has the
-    same rows, and small ones have larger factors, a norm's epsilon is the cause. Equal rows round in the same way, and
+    Both are results in ``dtype`` of an operation whose inputs have equal bits. ``read`` is its input: if it has the
+    same rows, and small rows have larger factors, a norm's epsilon is the cause. Equal rows round in the same way, and
     count once.
     """
     if a.ndim < 2 or not (np.isfinite(a).all() and np.isfinite(b).all()):
@@ -322,7 +322,7 @@ def _standard_errors(sample: Array) -> float:
 
 
 def _dropout(x: Array, y: Array, eps: float) -> Cause | None:
-    """Other elements are zero; where both are not, they are equal, or all scaled alike."""
+    """Other elements are zero; elements that are nonzero in both are equal, or have one factor."""
     kept = (x != 0) & (y != 0)
     lost_a, lost_b = (int(np.count_nonzero((one == 0) & (other != 0))) for one, other in ((x, y), (y, x)))
     if min(int(np.count_nonzero(kept)), lost_a + lost_b) < max(2, x.size // 64):
@@ -344,7 +344,7 @@ _COARSE = {"bfloat16": 8, "float16": 11}
 
 
 def _cast(x: Array, y: Array, eps: float) -> Cause | None:
-    """The distance is the rounding of a 16-bit type, of which one side has all its numbers, or both."""
+    """The distance is the rounding of a 16-bit type that holds all numbers of one side, or of both."""
     if eps != eps_of("float32"):
         return None
     for name, bits in _COARSE.items():
@@ -366,7 +366,7 @@ def _rounded(array: Array, bits: int) -> Array:
 
 
 def _normalized(x: Array, y: Array, eps: float) -> Cause | None:
-    """Each row of one side is that of the other, shifted and scaled by numbers of its own."""
+    """Each row of one side is the other's row, shifted and scaled by its own numbers."""
     if x.ndim < 2 or x.shape[-1] < 4:
         return None
     plain = [one.reshape(-1, x.shape[-1]).astype(np.float64) for one in (x, y)]
@@ -381,13 +381,13 @@ def _normalized(x: Array, y: Array, eps: float) -> Cause | None:
             sides = ("A", "B") if flat[0] else ("B", "A")
             return Cause(
                 Family.NORM,
-                f"rows of {sides[0]} are those of {sides[1]} after a {kind}: {sides[1]} has it before or later",
+                f"rows of {sides[0]} are rows of {sides[1]} after a {kind}: {sides[1]} has it before or later",
             )
     return None
 
 
 _FLAT = 1.01
-"""Largest ratio of the sizes of two rows that were normalized."""
+"""Largest ratio of the sizes of two normalized rows."""
 
 
 # --- Known causes whose evidence is in other tensors of the step ---
@@ -410,7 +410,7 @@ def _lost_addend(x: Array, y: Array, recorded: Recorded, around: Surroundings) -
 
 def _rotary(x: Array, y: Array, recorded: Recorded, around: Surroundings) -> Cause | None:
     """Both sides rotate pairs of one tensor's elements, but other pairs, or by other angles."""
-    for name, source in around.alike(recorded):
+    for name, source in around.near(recorded):
         if source.shape != x.shape or x.shape[-1] % 2:
             continue
         pairs = [
@@ -447,7 +447,7 @@ def _residual(x: Array, y: Array, recorded: Recorded, around: Surroundings) -> C
     def explains(value: Array) -> bool:
         return largest_difference(difference, value) <= allowed
 
-    near = [(name, one.astype(np.float64).reshape(x.shape)) for name, one in around.alike(recorded)]
+    near = [(name, one.astype(np.float64).reshape(x.shape)) for name, one in around.near(recorded)]
     for name, one in near:
         factor = float(np.vdot(one, difference) / (np.vdot(one, one) or 1.0))
         for sign, side in ((1, "B"), (-1, "A")):
@@ -468,7 +468,7 @@ def _residual(x: Array, y: Array, recorded: Recorded, around: Surroundings) -> C
 
 
 def _transposed(array: Array) -> Iterator[tuple[str, Array]]:
-    """The array with its first two dims exchanged, in its own shape."""
+    """The array with two dims exchanged, in its own shape."""
     if array.ndim > 1 and array.shape[0] > 1 and array.shape[1] > 1:
         exchanged = np.swapaxes(array, 0, 1)
         yield "with its first two dims exchanged", exchanged.reshape(array.shape)

@@ -18,17 +18,17 @@ from pipeproof.analysis.align.training_logs import Observed
 Key: TypeAlias = tuple[int, str, str, int, int]
 
 _LARGEST_TERM = 16
-"""Of numerator and denominator of a factor between losses."""
+"""Limit of numerator and denominator of a factor between losses."""
 _ROUNDING = 5e-7
 """Relative: four roundoffs of float32."""
 
 WINDOW = 100_000
-"""Most losses of one side that wait for the other's: beyond, the oldest counts as having no partner."""
+"""Most losses of one side that wait for a partner: beyond, the oldest counts as unpaired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Tolerance of equality: either one is enough; without both, bits must be equal.
+    """Tolerance of equality: one of the two suffices; without both, bits must be equal.
 
     With ``rounding``, tensors and losses within the bound of rounding are equal, too.
     """
@@ -49,10 +49,10 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class LossDifference:
-    """The two sides of one loss, and how far apart they are in ``dtype``; None without values.
+    """The two sides of one loss, and their distance in ``dtype``; None without values.
 
-    ``factor`` is what A is of B, where that is one rational number of small
-    terms to within rounding, such as 2 or 1/4.
+    ``factor`` is A divided by B, if it is a rational number with small terms
+    to within rounding, such as 2 or 1/4.
     """
 
     a: Observed
@@ -64,7 +64,7 @@ class LossDifference:
 
 @dataclass(slots=True)
 class Matches:
-    """Steps of one kind of loss: how many both sides have, in which something differs, and the first difference."""
+    """Steps of one kind of loss: the number of common steps, the steps that differ, and the first difference."""
 
     steps: set[int] = field(default_factory=set)
     differing: set[int] = field(default_factory=set)
@@ -80,9 +80,9 @@ class Matches:
 class LossAlignment:
     """All losses of two sides; ``routers`` has their losses, and their biases after each step.
 
-    ``unpaired`` counts, of A and of B, losses without a partner, with one of
-    them as an example. ``by_value`` is true if for some of them only printed
-    values were there to compare.
+    ``unpaired`` counts, for A and for B, losses without a partner, with one of
+    them as an example. ``by_value`` is true if for some losses only printed
+    values could be compared.
     """
 
     main: Matches = field(default_factory=Matches)
@@ -120,7 +120,7 @@ class LossAlignment:
             matches.first = LossDifference(a, b, ulps, relative, _factor(a, b))
 
     def _of(self, loss: str) -> Matches:
-        """The losses of one kind; what is neither of MTP nor the main loss is of routers."""
+        """The losses of one kind; other losses than the main and MTP losses belong to routers."""
         if loss.startswith("mtp"):
             return self.mtp
         return self.main if loss.partition("/")[0] == "main" else self.routers
@@ -132,7 +132,7 @@ class LossAlignment:
 
 
 def align_losses(a: Iterable[Observed], b: Iterable[Observed], tolerance: Tolerance) -> LossAlignment:
-    """Pair the losses of two logs by kind and position, in any order; ulps are those of float32.
+    """Pair the losses of two logs by kind and position, in any order; in ulps of float32.
 
     Raises:
         AlignmentError: a stream cannot be read on.
@@ -160,7 +160,7 @@ def align_losses(a: Iterable[Observed], b: Iterable[Observed], tolerance: Tolera
 
 
 def _factor(a: Observed, b: Observed) -> Fraction | None:
-    """One rational number that A is of B; two losses of one kind rarely come so near to one by chance."""
+    """The rational number A / B; two losses of one kind are rarely so near to one by chance."""
     if a.value is None or b.value is None:
         return None
     x, y = float(a.value), float(b.value)

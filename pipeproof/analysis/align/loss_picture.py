@@ -16,13 +16,13 @@ from pipeproof.analysis.align.training_logs import LogForm, Observed, log_parts
 from pipeproof.views.loss_svg import LossPart, loss_svg
 
 _ANCHOR = "final_loss"
-"""Used where not both sides have a step's own loss."""
+"""Used if a side lacks a step's own loss."""
 
 
 def loss_picture(a: Path, b: Path, forms: tuple[LogForm, LogForm], factor: Fraction = Fraction(1)) -> str:
-    """Draw the losses of two sides as ``align`` takes them, those of A times ``factor``, as SVG.
+    """Draw the losses of two sides as in ``align``, A's times ``factor``, as SVG.
 
-    A loss that a log has several times in a step, by rank and micro-batch, is drawn as the mean.
+    If a log has a loss several times in a step, by rank and micro-batch, the mean is drawn.
 
     Raises:
         AlignmentError: a side cannot be read or has no loss, or no step has one on both sides.

@@ -16,7 +16,7 @@ from pipeproof.analysis.align.record_map import Pair
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The operation that makes a difference. ``are_inputs_equal`` is None where no record has them."""
+    """The operation that makes a difference. ``are_inputs_equal`` is None if no record has them."""
 
     name: str
     are_inputs_equal: bool | None
@@ -56,7 +56,7 @@ _MOST_READERS = 3
 
 
 def _readers(first: Recorded, recorded: Sequence[Recorded]) -> list[str]:
-    """Modules that read the tensor that a module reads: its gradient is the sum of theirs."""
+    """Modules with the same input tensor as a module: its gradient is the sum over them."""
     reads = [t for t in recorded if not t.parameter and (t.direction, t.side) == ("forward", "input")
              and t.micro_batch == first.micro_batch]  # fmt: skip
     mine = next((t for t in reads if (t.layer, t.piece) == (first.layer, first.piece)), None)
@@ -78,7 +78,7 @@ def _before(first: Recorded, recorded: Sequence[Recorded], is_equal: Mapping[str
 
 
 class Surroundings:
-    """The tensors of a step, as evidence for a cause: those of B with their partners."""
+    """The tensors of a step, as evidence for a cause: B's tensors with their partners."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs
@@ -87,7 +87,7 @@ class Surroundings:
     def _by_key(self) -> Mapping[str, Pair]:
         return {pair[1].recorded.key: pair for pair in self._pairs}
 
-    def alike(self, tensor: Recorded, limit: int = 24) -> Iterator[tuple[str, Array]]:
+    def near(self, tensor: Recorded, limit: int = 24) -> Iterator[tuple[str, Array]]:
         """Earlier tensors of a tensor's micro-batch and direction with its number of elements, the nearest first."""
         keys = list(self._by_key)
         titles: dict[str, str] = {}
@@ -113,7 +113,7 @@ class Surroundings:
     def parts(self, weight: Recorded, *, sizes: bool = False) -> list[Array]:
         """By micro-batch the addend of a linear layer's weight or bias in float64; ``sizes``: of absolute values.
 
-        Empty where a record does not have what its module read and the gradients of what it made.
+        Empty if a record lacks the module's input or the gradients of its output.
         """
         parts = []
         for micro_batch in count():

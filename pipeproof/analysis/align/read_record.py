@@ -1,4 +1,4 @@
-"""Reads a record step by step: never more than one step is held."""
+"""Reads a record step by step: never more than one step is in memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_LINE = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A tensor's whole value, and by rank what those ranks hold that disagree with it."""
+    """A tensor's whole value, and by rank the values that disagree with it."""
 
     whole: Array
     others: Mapping[int, Array]
@@ -60,7 +60,7 @@ class Record(Protocol):
         """
 
     def values(self, recorded: Recorded) -> Values | None:
-        """The tensor itself; None where it was not kept.
+        """The tensor itself; None if it was not kept.
 
         Raises:
             AlignmentError: a file of values cannot be read, or has another tensor.
@@ -85,7 +85,7 @@ def open_record(path: Path) -> Record:
     """The record at a directory or file, or of a training in parts.
 
     Raises:
-        AlignmentError: it cannot be read, or is no record.
+        AlignmentError: it cannot be read, or is not a record.
     """
     parts = parts_of(path)
     if len(parts) > 1:
@@ -98,7 +98,7 @@ class RecordFile:
     """A record on disk; ``steps`` reads it from the beginning each time.
 
     Raises:
-        AlignmentError: the file cannot be read or its first line is no header of a record of this format.
+        AlignmentError: the file cannot be read or its first line is not a header of a record of this format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -242,7 +242,7 @@ class RankRecords:
 
 
 class ContinuedRecord:
-    """Records of a training in parts; from the first step of a part on, those before it do not count.
+    """Records of a training in parts; from the first step of a part on, earlier parts do not count.
 
     Raises:
         AlignmentError: a part has no finished step, or begins before the part that precedes it.
@@ -281,7 +281,7 @@ def _is_before(end: float, step: RecordedStep) -> bool:
 
 
 def _joined(parts: list[Recorded]) -> Recorded:
-    """One line of what ranks have of a tensor; parts of it give no digest of the whole."""
+    """One line for the parts of a tensor on all ranks; parts give no digest of the whole."""
     shards = tuple(shard for part in parts for shard in part.shards)
     whole = tuple((0, size) for size in parts[0].shape)
     is_whole = all(shard.index == whole for shard in shards)

@@ -7,11 +7,11 @@ without it was not finished. ``docs/schemas/record.schema.json`` has every key.
 Tensors are in the order in which one process computes them that runs
 micro-batches one by one: forward from the first layer, backward from the last,
 and after all micro-batches the gradients of weights, from the last layer. In
-every plan causes come before effects in that order, so the first tensor that
-differs is where to look. It is the same order for every plan.
+this order causes come before effects in every plan: the first tensor that
+differs shows the position. The order is the same for every plan.
 
-A program that ``record_layers`` records writes ``record.rankN.jsonl`` on each
-rank instead, with what that rank has, in the order in which it had it; readers join
+A program under ``record_layers`` writes ``record.rankN.jsonl`` on each
+rank instead, with the tensors of that rank, in their order; readers join
 the files.
 """
 
@@ -32,7 +32,7 @@ Layout: TypeAlias = tuple[tuple[int, ...], tuple[Index, ...]]
 
 
 class AlignmentError(ValueError):
-    """A file that is no record and no log, or is cut off; the message has its name, the place in it, and the remedy."""
+    """A file that is not a record or a log, or is cut off; the message has its name, the position, and the remedy."""
 
 
 FORMAT = 1
@@ -48,15 +48,15 @@ WIDE = {
 }
 """Types of arrays that a program's record has in place of others."""
 DECIMALS = 20
-"""Of a loss: enough to have every float32 and, near one, every float64 back exactly."""
+"""Decimals of a loss: enough for every float32, and near 1 for every float64, to be exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """Header of a record: ``who`` is ``run`` or ``reference``; ``digest`` is the plan's.
 
-    Of a recorded ``program``, ``digest`` is empty, ``steps`` is 0, and ``model`` has the numbers of heads, if the model
-    names them.
+    For a recorded ``program``, ``digest`` is empty, ``steps`` is 0, and ``model`` has the numbers of heads, if the
+    model names them.
     """
 
     who: Literal["run", "reference", "program"]
@@ -98,8 +98,8 @@ class Shard:
 class Recorded:
     """One tensor at a layer's border, or (with ``parameter``) one gradient of a weight.
 
-    ``md5`` is of the whole, or a ``fast_digest``; empty where only parts have one. In the file of one rank, ``md5``
-    and ``norm`` are those of all that this rank has, and ``time`` is when it had it, in nanoseconds since 1970.
+    ``md5`` is of the whole, or a ``fast_digest``; empty if only parts have one. In the file of one rank, ``md5``
+    and ``norm`` are of all its parts together, and ``time`` is their time, in nanoseconds since 1970.
     """
 
     step: int
@@ -116,7 +116,7 @@ class Recorded:
     parameter: str = ""
     time: int = 0
     in_first: bool = False
-    """Of a gradient: its matrix is [in, out], as Paddle's linear layers have it, not [out, in]."""
+    """True for a gradient whose matrix is [in, out], as in Paddle's linear layers, not [out, in]."""
 
     @property
     def key(self) -> str:
@@ -164,7 +164,7 @@ class Recorded:
         """Read what ``to_json`` wrote.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no such line.
+            KeyError, TypeError, ValueError: it is not such a line.
         """
         named = (
             {"parameter": str(line["parameter"])}
@@ -190,10 +190,10 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class OtherRecorded:
-    """Another loss than the main one, to 20 decimals, or (``loss`` None) a state that changes from step to step.
+    """A loss other than the main one, to 20 decimals, or (``loss`` None) a state that changes from step to step.
 
     ``name`` is ``mtp.0`` and so on for losses of modules, ``aux`` or ``z`` for
-    losses of routers, ``bias/layer.3.mlp`` for the bias of one after the step,
+    losses of routers, ``bias/layer.3.mlp`` for a router's bias after the step,
     ``main/2`` for the main loss of a micro-batch.
     """
 
@@ -206,7 +206,7 @@ class OtherRecorded:
         """Read its entry in the step's line.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no such entry.
+            KeyError, TypeError, ValueError: it is not such an entry.
         """
         loss = None if entry["loss"] is None else str(entry["loss"])
         if loss is not None:

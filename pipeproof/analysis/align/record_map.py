@@ -92,13 +92,13 @@ def read_map(path: Path) -> MapFile:
 
 @dataclass(slots=True)
 class Side:
-    """One side of a pair: a tensor in the partner's terms, and how it was made so."""
+    """One side of a pair: a tensor in the partner's names and layout, and the changes."""
 
     recorded: Recorded
     load: Callable[[], Values | None]
     how: str = ""
     is_oriented: bool = False
-    """True if statements transposed it, or did not on purpose."""
+    """True if statements transposed it, or deliberately did not."""
 
     def values(self) -> Values | None:
         """The tensor itself, None where it was not kept; it is read at the first call."""
@@ -121,7 +121,7 @@ class Pairs:
 
 
 class RecordMap:
-    """Map of the tensors of record ``a`` to those of ``b``.
+    """Map of the tensors of record ``a`` to the tensors of ``b``.
 
     Args:
         a: the record whose tensors are renamed, split, merged and transposed.
@@ -142,7 +142,7 @@ class RecordMap:
         self._modules = Program(tuple(_of_modules(self._weights)))
         self._maps: dict[Any, Mapping[str, TensorMap]] = {}
         self._alone: set[tuple[str, str]] = set()
-        """(``A`` or ``B``, module) of inputs that another one with the same tensor stands for."""
+        """(``A`` or ``B``, module) of inputs that another input with the same tensor represents."""
         self._is_checked = False
 
     def paired(self, a: RecordedStep, b: RecordedStep, is_compared: Callable[[Recorded], bool]) -> Pairs:
@@ -213,8 +213,8 @@ class RecordMap:
     def _is_alone(self, tensor: Recorded, side: str, keys: set[str]) -> bool:
         """True if a tensor needs no partner.
 
-        A pattern lists it; it is a further tensor of one call, such as a mask; or it is of a module without a partner,
-        where names are mapped: an implementation may have modules of its own, but no weights.
+        A pattern lists it; it is a further tensor of one call, such as a mask; or it belongs to a module without a
+        partner, if names are mapped: an implementation may have modules of its own, but no weights.
         """
         name = tensor.parameter or tensor.layer
         if any(fnmatchcase(name, pattern) for pattern in self._file.alone) or (side, name) in self._alone:
@@ -253,7 +253,7 @@ class RecordMap:
             yield self._made(name, tensor_map, named)
 
     def _first_of_each(self, program: Program) -> Program:
-        """Statements for what modules read: one that is split or merged reads the same tensor as each of its parts."""
+        """Statements for the inputs of modules: a split or merged module has the same input as each of its parts."""
         renames = []
         for statement in program.statements:
             renames.append(Statement((statement.left[0],), (statement.right[0],)))
@@ -316,7 +316,7 @@ class RecordMap:
 def _unknown_names(
     side: str, written: Iterable[Name], others: Iterable[Name], names: Mapping[str, None]
 ) -> Iterator[Finding]:
-    """Names of statements that a side does not have, and that are not those of an intermediate tensor."""
+    """Names of statements that a side does not have, except intermediate tensors."""
     listed, intermediate = NameList(names), {name.text for name in others}
     for name in written:
         forms = name, Name(_module(name.text))
@@ -326,7 +326,7 @@ def _unknown_names(
 
 def _unknown(what: str, side: str, name: str, candidates: Iterable[str], location: Location | None) -> Finding:
     near = nearest(name, candidates)
-    fix = f"did you mean `{near}`?" if near else "names are those of `state align --draft`, and of a record's lines"
+    fix = f"did you mean `{near}`?" if near else "names are as in `state align --draft` and the lines of a record"
     return UNKNOWN_TENSOR.finding(f"{what} matches no module or parameter of {side} in the first step", location, fix)
 
 
@@ -417,9 +417,9 @@ def _concatenated(side: Side, other: Side) -> Side:
 
 
 def _of_modules(weights: Program) -> Iterator[Statement]:
-    """Statements for what modules make, from those of their weights: split weights make split results.
+    """Statements for the outputs of modules, from the statements of their weights: split weights make split results.
 
-    Modules that hold them are renamed with them, up to the block.
+    Modules that hold such modules are renamed with them, up to the block.
     """
     above: dict[str, str] = {}
     made: set[str] = set()
@@ -448,7 +448,7 @@ def _parent(name: str) -> str:
 
 _LAYER = "$LAYER_ID"
 _LAST = 2
-"""The last dim of what a linear layer makes, [batch, sequence, ..] or [sequence, batch, ..]."""
+"""The last dim of a linear layer's output, [batch, sequence, ..] or [sequence, batch, ..]."""
 
 
 def _module(name: str) -> str:
@@ -456,7 +456,7 @@ def _module(name: str) -> str:
 
 
 def _applicable(program: Program, named: Iterable[str]) -> Iterator[Statement]:
-    """Statements whose tensors are there, or made by an earlier one."""
+    """Statements whose tensors exist, or are made by an earlier one."""
     names, made = NameList(named), set[str]()
     for statement in program.statements:
         if all(name.text in made or names.ids_of(name) for name in statement.left if not name.is_nothing):
@@ -468,7 +468,7 @@ _LOCAL_MEGATRON = {
     f"decoder.layers.{_LAYER}.input_layernorm": f"decoder.layers.{_LAYER}.self_attention.linear_qkv.layer_norm_",
     f"decoder.layers.{_LAYER}.pre_mlp_layernorm": f"decoder.layers.{_LAYER}.mlp.linear_fc1.layer_norm_",
 }
-"""Megatron-Core's norms in its local layers, and in Transformer Engine's, of which the convention has the names."""
+"""Megatron-Core's norms in its local layers, and the names of Transformer Engine's, as in the convention."""
 
 
 def convention_statements(a: Record, b: Record, names: tuple[str, str], declared: Mapping[str, Any]) -> Iterator[str]:

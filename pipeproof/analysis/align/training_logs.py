@@ -1,15 +1,15 @@
 """Losses in the text logs of trainings, as PaddleFormers, PaddleFleet and Megatron print them.
 
-Three kinds of lines are read, and any others are passed over; in a line of a
-kind, every value must be one. What they look like was learnt from
+Three kinds of lines are read, and all others are ignored; in a line of a
+kind, every value must be valid. Sources of the formats:
 
 - ``paddleformers/trainer/trainer.py`` and ``trainer_callback.py``: pairs
   ``key: value`` joined by commas, among them ``loss`` (rounded to 8 decimals),
-  ``global_step``, ``loss_md5`` where it is asked for, and ``mtp_1_loss``, ..;
+  ``global_step``, ``loss_md5`` on request, and ``mtp_1_loss``, ..;
 - ``paddlefleet/models/common/language_loss/language_loss.py``: the anchors
   ``per_token_loss: rank= shape= md5=`` and ``final_loss: rank= val= md5=``, one
-  for each micro-batch and loss, which Megatron's side of
-  ``scripts/alignment_model_accuracy`` in PaddleFleet prints alike, and
+  for each micro-batch and loss, also printed by Megatron's side of
+  ``scripts/alignment_model_accuracy`` in PaddleFleet, and
   ``[MTP_LOSS_PATH_MD5] rank= mtp1.final_loss= mtp1.final_loss_md5=``.
 
 Anchors carry no step: they are counted, per rank.
@@ -44,10 +44,10 @@ _MD5 = re.compile(r"[0-9a-f]{32}")
 class Observed:
     """One loss that a log, or a record, shows.
 
-    ``loss`` is ``main`` or a name that begins with ``mtp``, or in a record the
-    name of what routers have; ``what`` is its line. ``rank`` and
+    ``loss`` is ``main``, a name that begins with ``mtp``, or in a record a
+    router's name; ``what`` is its line. ``rank`` and
     ``micro_batch`` are None for a step's own loss.
-    ``value`` is as it was printed, None where there is only an MD5.
+    ``value`` is as it was printed, None if there is only an MD5.
     """
 
     step: int
@@ -98,7 +98,7 @@ def read_log(path: Path, form: LogForm, counts: Counter[tuple[int, str]] | None 
     ``counts`` has the anchors that precede it.
 
     Raises:
-        AlignmentError: the file cannot be read, or a line that shows a loss has a value that is none.
+        AlignmentError: the file cannot be read, or a line that shows a loss has an invalid value.
     """
     counts = Counter() if counts is None else counts
     try:
@@ -124,19 +124,19 @@ class _Line:
         try:
             float(word)
         except ValueError:
-            raise self.refusal(f"{word!r} is no loss") from None
+            raise self.refusal(f"{word!r} is not a loss") from None
         return word
 
     def whole(self, word: str, what: str) -> int:
         """A step or a rank."""
         if not word.isdecimal():
-            raise self.refusal(f"{word!r} is no {what}")
+            raise self.refusal(f"{word!r} is not a {what}")
         return int(word)
 
     def md5(self, word: str) -> str:
         """32 hexadecimal digits."""
         if not _MD5.fullmatch(word):
-            raise self.refusal(f"{word!r} is no MD5 of 32 hexadecimal digits")
+            raise self.refusal(f"{word!r} is not an MD5 of 32 hexadecimal digits")
         return word
 
     def refusal(self, fact: str) -> AlignmentError:
@@ -184,6 +184,6 @@ def _observed(
     line: _Line, match: re.Match[str], what: str, loss: str, rank: int, step: int, micro_batch: int, form: LogForm
 ) -> Observed:
     value = line.number(match["value"]) if "value" in match.re.groupindex else None
-    # where one rank was asked for, the other log may have had the loss on another one
+    # if one rank was selected, the other log may have the loss on another rank
     shown = None if rank == form.rank else rank
     return Observed(step + 1, loss, what, shown, micro_batch, value, line.md5(match["md5"]))

@@ -139,7 +139,7 @@ def comparison_to_json(comparison: Comparison, *, worst: int, note: str = "") ->
 
 
 def comparison_data(comparison: Comparison, *, worst: int, note: str) -> dict[str, Any]:
-    """The same with exact times and ratios, as fractions."""
+    """The data of ``comparison_to_json`` with exact times and ratios, as fractions."""
     return {
         "unit": "us",
         "costs": note or None,

@@ -1,13 +1,13 @@
 """Two timelines side by side: predicted and measured, or of two plans.
 
 Operations are paired by rank, text and step. A timeline of one step is
-compared with each step of one that has several: a prediction with all that was
-measured.
+compared with each step of a timeline with several: a prediction with all
+measured steps.
 
-Simulated timelines have one clock. Where one of the two was measured, the
+Simulated timelines have one clock. If one of the two was measured, the
 clocks are set equal at the first operation of each rank in each step: the
-earliest on the rank's host queue that both have. Ranks of a real run do not
-begin a step together, and the distance of their starts is no property of the plan.
+earliest common one on the rank's host queue. Ranks of a real run do not
+begin a step together, and the distance of their starts is not a property of the plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeproof.sim.timeline import COMPUTE_QUEUE
 _IN_EVERY_FILE = COMPUTE_KINDS | TRANSFER_KINDS
 """Operations that timelines have even without duration: only their order is compared."""
 _WAITING = TRANSFER_KINDS | {OpKind.WAIT}
-"""Kinds that last as long as another rank makes them; they are never listed as worst."""
+"""Kinds whose length depends on other ranks; they are never listed as worst."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class PairedOp:
 
     @property
     def duration_error(self) -> Fraction:
-        """Duration in B less that in A."""
+        """Duration in B minus duration in A."""
         return self.b.duration - self.a.duration
 
     @property
     def start_error(self) -> Fraction:
-        """Start in B less that in A."""
+        """Start in B minus start in A."""
         return self.b.start + self.shift - self.a.start
 
 
@@ -54,7 +54,7 @@ class PairedOp:
 class StepTimes:
     """One step of A compared with one of B: exact microseconds from the first start to the last end over all ranks.
 
-    ``compute_a`` and ``compute_b`` are those of the computations (F, B, I, W) alone.
+    ``compute_a`` and ``compute_b`` count only the computations (F, B, I, W).
     """
 
     step_a: int
@@ -67,7 +67,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class KindErrors:
-    """Operations of one kind that both have: exact microseconds, B less A.
+    """Operations of one kind that both have: exact microseconds, B minus A.
 
     ``median_ratio`` is the median of B / A over the operations that take time in A; None without such.
     """
@@ -78,7 +78,7 @@ class KindErrors:
     total_b: Fraction
     median_error: Fraction
     max_error: Fraction
-    """The one farthest from 0."""
+    """The error farthest from 0."""
     median_ratio: Fraction | None
     median_start_error: Fraction
     max_start_error: Fraction
@@ -86,7 +86,7 @@ class KindErrors:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place on a queue where the two have different computations or transfers; None is the queue's end."""
+    """The first position on a queue with different computations or transfers; None is the queue's end."""
 
     rank: int
     queue: str
@@ -112,13 +112,13 @@ class Comparison:
     only_b: Mapping[OpKind, int]
 
     def worst(self, count: int) -> tuple[PairedOp, ...]:
-        """The operations whose lengths are farthest apart, without transfers and waits, and without equal ones."""
+        """The operations with the largest differences of length, without transfers, waits and equal ones."""
         own = (pair for pair in self.pairs if pair.a.op.kind not in _WAITING and pair.duration_error)
         return tuple(sorted(own, key=lambda pair: -abs(pair.duration_error))[:count])
 
 
 def compare_timelines(a: TimelineFile, b: TimelineFile, step: int | None = None) -> Comparison:
-    """Compare two timelines; ``step`` takes that step of each that has several.
+    """Compare two timelines; ``step`` selects a step of timelines with several.
 
     Raises:
         ValueError: there is no such step, or the two have several steps and none in common.
@@ -224,7 +224,7 @@ def _kinds(pairs: Sequence[PairedOp]) -> Iterator[KindErrors]:
 def _divergences(
     ops_a: Sequence[TimedOp], ops_b: Sequence[TimedOp]
 ) -> Iterator[tuple[tuple[Fraction, int], Divergence]]:
-    """On each queue the first divergence of the order, with the time at which A comes to it and the rank."""
+    """On each queue the first divergence of the order, with its time in A and the rank."""
     queues_a, queues_b = _orders(ops_a), _orders(ops_b)
     for rank, queue in sorted(queues_a.keys() | queues_b.keys()):
         one, other = queues_a.get((rank, queue), []), queues_b.get((rank, queue), [])

@@ -1,4 +1,4 @@
-"""Timelines of an operation each, from what the commands write and from plans, for comparing them.
+"""Timelines as lists of operations, from files of the commands and from plans, for comparison.
 
 A trace has whole nanoseconds and leaves out what takes no time (except
 computations and transfers); a run report has measured microseconds.
@@ -28,7 +28,7 @@ Source = Literal["plan", "trace", "report"]
 
 
 class TimelineFileError(ValueError):
-    """A file that is no timeline; the message has its name, the place in it, and what would be one."""
+    """A file that is not a timeline; the message has its name, the position, and the files that are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TimelineFile:
     """The operations of a file and its kind; ``measured`` is true for measured times.
 
     ``cost_source`` is the origin of simulated times, and ``note`` a sentence about times that the plan leaves out; of
-    a plan, and of a trace that states them. ``graph`` and ``loaded`` are those of a plan; other files have none.
+    a plan, and of a trace that states them. ``graph`` and ``loaded`` are for plans; other files have none.
     """
 
     file: str
@@ -76,7 +76,7 @@ def read_timeline(path: Path, load: Callable[[Path], LoadedPlan] = load_plan) ->
     Raises:
         TimelineFileError: it is JSON of another kind, or an event is not an operation.
         BadPlanError: as a plan, it cannot be read, lowered or simulated.
-        SimulationError: the plan comes to no end.
+        SimulationError: the plan does not end.
     """
     content = _json_object(path)
     if content is None or "pipeproof" in content:
@@ -116,7 +116,7 @@ def simulated_plan(file: str, loaded: LoadedPlan) -> TimelineFile:
 
     Raises:
         BadPlanError: it cannot be lowered or simulated.
-        SimulationError: it comes to no end, or its own schedule is no whole step.
+        SimulationError: it does not end, or its own schedule is not a whole step.
     """
     with blaming_plan(loaded):
         lowered = lower_loaded(loaded)
@@ -180,7 +180,7 @@ def _each(
                 f"{name}: {what} {index} has no {error.args[0]!r}; another tool wrote it"
             ) from error
         except MALFORMED as error:
-            raise TimelineFileError(f"{name}: {what} {index} is no operation: {error}") from error
+            raise TimelineFileError(f"{name}: {what} {index} is not an operation: {error}") from error
 
 
 def _some(name: str, ops: tuple[TimedOp, ...]) -> tuple[TimedOp, ...]:

@@ -1,6 +1,6 @@
 """Points of a sweep: checked, simulated, and the results.
 
-This runs in worker processes: what goes in and comes out can be pickled.
+This runs in worker processes: arguments and results can be pickled.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Status(StrEnum):
     OK = "ok"
     """It passed its check and was simulated."""
     REFUSED = "refused"
-    """It is no plan, or not a right one; the result has the code and the message."""
+    """It is not a plan, or has errors; the result has the code and the message."""
     FAILED = "failed"
-    """Its worker died, or something broke that is not the plan's fault."""
+    """Its worker died, or an error occurred that is not the plan's fault."""
 
 
 _EXACT = ("makespan", "sequence", "idle_ratio", "most_idle_ratio")
@@ -44,10 +44,10 @@ class PointResult:
 
     Times are exact microseconds: ``makespan`` of a step, ``sequence`` the same per sequence of the step's batch, over
     all data-parallel ranks. ``idle_ratio`` is the part of all ranks' time within the makespan in which they do not
-    compute, ``most_idle_ratio`` that of the rank with most; ``peak_activations`` the most chunk activations of a
-    micro-batch that a rank holds. ``warnings`` are the codes of warnings of the check. ``traceback``, or what else is
-    known about the failure of a point, has paths of its worker: it is not compared. ``details`` are figures of another
-    evaluation than ``evaluate``, as JSON data.
+    compute, ``most_idle_ratio`` the largest of one rank; ``peak_activations`` the most chunk activations of a
+    micro-batch that a rank holds. ``warnings`` are the codes of warnings of the check. ``traceback`` has information
+    about a failure, with paths of its worker: it is not compared. ``details`` are figures of another evaluation than
+    ``evaluate``, as JSON data.
     """
 
     id: str
@@ -112,7 +112,7 @@ def evaluate(point: Point, plan_file: str) -> PointResult:
 
 
 def refused_point(point: Point, findings: Sequence[Finding]) -> PointResult:
-    """The result of a point that is no plan, or not a right one: the first of its findings."""
+    """The result of a point that is not a plan, or has errors: its first finding."""
     first, more = findings[0], len(findings) - 1
     message = f"{first.message} (and {more} more)" if more else first.message
     return PointResult(point.id, point.settings, Status.REFUSED, code=first.code, message=message)

@@ -41,21 +41,21 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "peak": Figure("peak", lambda result: result.peak_activations, str),
     }
 )
-"""The columns of figures by the names that options have for them; all are the better the smaller."""
+"""The columns of figures by their names in options; smaller is better for all."""
 
 _SHOWN = ("makespan", "sequence", "idle", "peak")
 _MOST_REFUSALS = 8
 
 
 def best_first(results: Sequence[PointResult], by: str) -> list[PointResult]:
-    """The results that have figures, by one of these; equal ones stay in order."""
+    """The results that have figures, sorted by one of them; equal ones stay in order."""
     value = FIGURES[by].value
     keyed = [(number, result) for result in results if (number := value(result)) is not None]
     return [result for _, result in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def render_table(sweep: Sweep, results: Sequence[PointResult], console: Console, *, sort: str, top: int) -> None:
-    """Print the best points, then why others have no figures."""
+    """Print the best points, then the reasons of points without figures."""
     from pipeproof.views.tables import print_table
 
     columns = [*sweep.keys, *dict.fromkeys((sort, *_SHOWN))]

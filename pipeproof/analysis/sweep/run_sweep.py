@@ -1,6 +1,6 @@
 """Running a sweep on any ``concurrent.futures`` executor; without one, on processes of its own.
 
-A process that dies ends its whole pool, and the point that it evaluated is unknown. All points under way are therefore
+A process that dies ends its whole pool, and its point is unknown. All points under way are therefore
 tried again, each alone: a point that ends its process then has failed.
 """
 
@@ -51,12 +51,12 @@ def run_sweep(
 
     Processes of our own import the caller's main module: a script calls this below ``if __name__ == "__main__"``.
 
-    A point whose evaluation raises has failed. One whose worker dies is tried again alone, and has failed if it dies.
+    A point fails if its evaluation raises, or if its worker dies twice: the second time it is tried alone.
 
     Raises:
         ValueError: ``num_workers`` is given together with ``executor``.
-        BrokenExecutor: an executor of yours takes no more points, or cancelled some. Results so far were given to
-            ``on_result``.
+        BrokenExecutor: your executor accepts no more points, or cancelled some. ``on_result`` already got the results
+            so far.
         OtherVersionError: a worker has another version of pipeproof.
     """
     if executor is not None and num_workers is not None:
@@ -147,7 +147,7 @@ def own_processes(num_workers: int) -> Iterator[Executor]:
 
 
 class _Processes(ProcessPoolExecutor):
-    """Processes that a Ctrl-C, which reaches every process of the terminal, does not: ours ends them itself."""
+    """Processes that ignore Ctrl-C, which every process of the terminal gets: the parent ends them itself."""
 
     def submit(self, function: Callable[_Params, _T], /, *args: _Params.args, **kwargs: _Params.kwargs) -> Future[_T]:
         """Submit a call; a process started for it inherits the blocked signal."""
@@ -165,8 +165,8 @@ def _interrupted_later() -> Iterator[Callable[[], None]]:
 
     Futures and pools share locks with their threads. An exception between the acquisition of such a lock and the block
     that releases it, as KeyboardInterrupt can be, leaves the lock acquired, and the pool then never ends. A process
-    would be left half started, too. To block the signal is not enough: the system gives it to a thread that does not
-    block it (those of numerical libraries do not), and Python then interrupts the main thread all the same.
+    could also be left half started. To block the signal is not enough: the system gives it to a thread that does not
+    block it (threads of numerical libraries do not), and Python then interrupts the main thread all the same.
     """
     handler = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()  # only that one is ever interrupted

@@ -18,7 +18,7 @@ from pipeproof.specs.exact_times import TIME_KEYS
 from pipeproof.specs.load_plan import plan_from_dict
 
 Settings = Mapping[str, Any]
-"""Dotted plan keys with the values that a point gives them."""
+"""Dotted plan keys with the values of a point."""
 
 MAX_POINTS: Final = 100_000
 """Most points of a sweep."""
@@ -26,7 +26,7 @@ MAX_POINTS: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One plan of a sweep: what it sets, the whole plan as data, and the name that its result has."""
+    """One plan of a sweep: its settings, the whole plan as data, and the name of its result."""
 
     settings: Settings
     plan: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Point:
 class Sweep:
     """The points of a plan and the keys that they set.
 
-    ``plan_file`` is that of the plan, to which files that points name are relative.
+    ``plan_file`` is the plan's file; files that points name are relative to it.
     """
 
     plan_file: str
@@ -73,7 +73,7 @@ class Sweep:
 
 
 def _cost_keys(plan: Mapping[str, Any]) -> frozenset[str]:
-    """Keys of ``cost``, or, where it has no times of computations, those of the times of custom layers."""
+    """Keys of ``cost``, or, if it has no times of computations, the keys of custom layers' times."""
     cost, model = ({} if not isinstance(plan.get(key), Mapping) else plan[key] for key in ("cost", "model"))
     keys = frozenset(key for key, value in cost.items() if value is not None)
     layers = model.get("layers")
@@ -85,7 +85,7 @@ def _cost_keys(plan: Mapping[str, Any]) -> frozenset[str]:
 def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, Sequence[Any]]) -> Sweep:
     """Return the sweep of all combinations of values; the first key changes slowest.
 
-    Of several combinations that give the same plan, the first is a point.
+    If several combinations give the same plan, only the first is a point.
 
     Args:
         plan: The keys of the plan, as a plan file has them.
@@ -115,8 +115,8 @@ def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, 
 def laid_over(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The plan with the settings in it; ``base`` stays as it is.
 
-    A mapping is laid over the mapping that is there, key by key; any other
-    value takes the place of what is there, and null removes it.
+    A mapping is laid over the existing mapping, key by key; any other
+    value replaces the existing one, and null removes it.
     """
     plan = _written_out(base)
     for key, value in settings.items():

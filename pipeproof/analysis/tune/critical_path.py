@@ -1,11 +1,11 @@
-"""Why a step takes as long as it does: the path of work and messages that it consists of.
+"""Cause of a step's length: the path of work and messages that it consists of.
 
-The path is walked back from the last end. What began when its rank had just
-finished something else follows that; what began later waited for a message,
-and follows its sender. Where messages take only their time, such a path has
-no other part. Where sends wait for their receives, a rank may also be held up
-by a transfer of something else; the path then stays on that rank. Either way
-the parts add up to the makespan exactly.
+The path is walked back from the last end. A computation that began when its
+rank had just finished another follows that one; a computation that began later
+waited for a message, and follows its sender. If messages take only their time,
+such a path has no other part. If sends wait for their receives, a rank may also
+be held up by another transfer; the path then stays on that rank. Either way the
+parts add up to the makespan exactly.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Time, Timed, input_of
 
 Edge = tuple[int, int]
-"""The pipeline ranks that a message goes from and to."""
+"""The pipeline ranks at both ends of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """The makespan by what it is spent on; times in the unit of the costs.
+    """The parts of the makespan; times in the unit of the costs.
 
     ``compute`` is by rank, ``messages`` by edge and ``held_up`` by rank, all
-    of the path alone; together they are the makespan. ``rank`` computes
+    on the path only; together they are the makespan. ``rank`` computes
     longest on the path. ``warm_up`` is the time before its first computation
-    there and ``cool_down`` that after its last.
+    there and ``cool_down`` the time after its last.
     """
 
     makespan: Time
@@ -47,7 +47,7 @@ class CriticalPath:
 
     @property
     def waiting(self) -> Time:
-        """All messages of the path, and what else holds a rank up."""
+        """All messages of the path, and other times in which a rank is held up."""
         return sum(self.messages.values(), 0) + sum(self.held_up.values(), 0)
 
     @property
@@ -93,7 +93,7 @@ def critical_path(timed: Timed, latency: Time) -> CriticalPath:
 
 
 class _Walk:
-    """From the last end back to 0, with what is passed on the way."""
+    """The walk from the last end back to 0, with the parts of the path."""
 
     def __init__(self, timed: Timed, latency: Time) -> None:
         self._timed, self._latency = timed, latency
@@ -118,7 +118,7 @@ class _Walk:
             at = self._before(*at)
 
     def _before(self, rank: int, position: int) -> tuple[int, int] | None:
-        """Count a computation, or two that run side by side; where the path comes from, None at its beginning."""
+        """Count a computation, or two parallel ones; return the predecessor on the path, None at its beginning."""
         starts, ends = self._timed.starts[rank], self._timed.ends[rank]
         start, end = starts[position], ends[position]
         first = last = position

@@ -1,4 +1,4 @@
-"""Layouts of a model on a number of devices: what is tried, its lower bounds, and its plans."""
+"""Layouts of a model on a number of devices: the candidates, their lower bounds, and their plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeproof.cost.devices import DEVICES, expected_error
 from pipeproof.specs.plan import PlanSpec
 
 _MOST_DISTANCE = 16
-"""Devices more or fewer than asked for, up to which another number is looked for: the search ends for any number."""
+"""Largest difference to the requested number of devices in the search for another number: it always ends."""
 
 
 class DeviceLayouts:
@@ -67,4 +67,4 @@ class DeviceLayouts:
     def notes(self, layouts: Sequence[Layout]) -> Iterator[str]:
         """Sentences about some layouts."""
         if any(layout.overlap != "none" for layout in layouts):
-            yield "Overlap pairs: a forward and a backward take turns at the all-to-alls of experts."
+            yield "Overlap pairs: a forward and a backward alternate at the all-to-alls of experts."

@@ -1,8 +1,8 @@
-"""Evaluation of layouts in worker processes: simulated, and those that are listed also checked and taken apart.
+"""Evaluation of layouts in worker processes: simulation, and for listed layouts also the check and the parts of a step.
 
-A step is taken apart into five parts that add up to it, as means over the pipeline ranks: the model's own
-computations, recomputation, the optimizer, the *bubble*, in which a rank waits although communication takes no time,
-and *exposed communication*, by which the step would be shorter if it took none.
+A step has five parts that add up to it, as means over the pipeline ranks: the model's own computations,
+recomputation, the optimizer, the *bubble*, in which a rank waits although communication takes no time, and *exposed
+communication*, which the step would save if communication took no time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def simulate_layout(point: Point, plan_file: str) -> PointResult:
 
 
 def check_layout(point: Point, plan_file: str) -> PointResult:
-    """Check a layout by every rule and take its step apart.
+    """Check a layout by every rule and compute the parts of its step.
 
     ``details`` also has the parts in microseconds, and the channel models with which a conditional plan deadlocks;
     for computed times (``cost.analytic``) MFU and TFLOP/s of a device.

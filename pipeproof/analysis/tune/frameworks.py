@@ -1,6 +1,6 @@
 """Schedules, cuts and settings that each framework has; ``tune`` offers no others.
 
-A schedule is listed where the framework's own pipeline runs it: Megatron-LM's
+A schedule is listed if the framework's own pipeline runs it: Megatron-LM's
 ``megatron/core/pipeline_parallel/schedules.py``, PyTorch's
 ``torch/distributed/pipelining/schedules.py`` as torchtitan names them, and the
 classes of Paddle Fleet's ``meta_parallel/pipeline_parallel.py``.
@@ -25,11 +25,11 @@ FrameworkName = Literal["megatron", "torch", "paddle", "any"]
 
 @dataclass(frozen=True, slots=True)
 class FrameworkSchedule:
-    """A schedule of a framework: values of ``schedule.kind`` and ``schedule.variant``, and what it needs there.
+    """A schedule of a framework: values of ``schedule.kind`` and ``schedule.variant``, and its conditions.
 
     The framework needs ``min_ranks`` pipeline ranks, ``min_chunks`` stages on each of them, and ``min_rounds`` times as
-    many micro-batches as pipeline ranks, in addition to the conditions of the schedule itself. If it ``overlaps``, it
-    may run a forward and a backward in turns (``schedule.overlap``); if it ``overlaps_alone``, on one pipeline rank.
+    many micro-batches as pipeline ranks, in addition to the conditions of the schedule itself. If it ``overlaps``, a
+    forward and a backward may alternate (``schedule.overlap``); if it ``overlaps_alone``, on one pipeline rank.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class FrameworkSchedule:
         return num_ranks >= self.min_ranks and num_micro_batches >= self.min_rounds * num_ranks
 
     def has_pairs(self, num_ranks: int, num_chunks: int) -> bool:
-        """True if a forward and a backward may run in turns with these pipeline ranks and stages of each."""
+        """True if a forward and a backward may alternate with these pipeline ranks and stages of each."""
         return (self.overlaps and num_chunks > 1) or (self.overlaps_alone and num_ranks == 1)
 
 
@@ -53,10 +53,10 @@ class FrameworkSchedule:
 class Framework:
     """Schedules, settings and fixed keys of a framework.
 
-    ``free_cut`` is true where stages may have any numbers of blocks; otherwise only equal numbers. ``sharding`` are the
-    values of ``memory.shard_optimizer`` that it has, ``sharding_with_experts`` those with expert parallelism.
-    ``sections`` are keys of a plan that a training in this framework has, unless the given plan has them; ``transport``
-    are those of a training with several pipeline ranks.
+    ``free_cut`` is true if stages may have any numbers of blocks; otherwise only equal numbers. ``sharding`` are its
+    values of ``memory.shard_optimizer``, ``sharding_with_experts`` its values with expert parallelism.
+    ``sections`` are keys of a plan that a training in this framework has, unless the given plan has them;
+    ``transport`` applies to trainings with several pipeline ranks.
     """
 
     name: FrameworkName
@@ -142,7 +142,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({framework.name: framewor
 
 
 def every_schedule() -> Framework:
-    """Every schedule there is, for plans that no framework has to run; it sets no keys."""
+    """Every schedule, for plans without a framework; it sets no keys."""
     schedules = tuple(FrameworkSchedule(kind, overlaps=kind in GENERATED_WITH_PAIRS) for kind in SCHEDULE_KINDS)
     nothing: Mapping[str, Any] = MappingProxyType({})
     return Framework("any", "any framework", schedules, (), (), (), free_cut=True, sections=nothing, transport=nothing)
@@ -162,8 +162,8 @@ def named_framework(spec: PlanSpec) -> Framework | None:
 class TuneModel:
     """A plan with the model to tune.
 
-    ``framework``, ``device`` and ``global_batch`` are those of the source, None where it has none; ``assumptions`` are
-    sentences about values that it does not have.
+    ``framework``, ``device`` and ``global_batch`` are from the source, None if it has none; ``assumptions`` are
+    sentences about missing values.
     """
 
     plan: LoadedPlan
@@ -174,7 +174,7 @@ class TuneModel:
 
 
 def model_of_plan(loaded: LoadedPlan, framework: str | None = None) -> TuneModel:
-    """Return the model of a plan; ``framework`` is by default that of its schedule, else that of ``run.backend``."""
+    """Return the model of a plan; ``framework`` is by default from its schedule, else from ``run.backend``."""
     spec = loaded.spec
     named = named_framework(spec)
     if framework is None and named is not None:

@@ -1,10 +1,10 @@
-"""The fastest cut of a model's layers for each kind of schedule, from what each layer takes and keeps.
+"""The fastest cut of a model's layers for each kind of schedule, from the times and the memory of each layer.
 
 A cut is the number of layers of each stage. All cuts are compared by the times of the schedule's computations
-(``asap``), in three steps: an even start, moves of one layer as long as they help, then a search of all other cuts
-that leaves out those which cannot be faster, by a bound: a rank's work, after what must come before its first and
-behind its last computation. So the result is the best of all cuts, unless ``Best.is_exhaustive`` is False: the search
-ended before.
+(``asap``), in three steps: an even start, moves of one layer as long as they help, then a search of all other cuts,
+except cuts that cannot be faster by a bound: a rank's work, plus the work that must precede its first and follow its
+last computation. So the result is the best of all cuts, unless ``Best.is_exhaustive`` is False: then the search
+ended early.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError, asap, stages_of
 
 MOST_CHUNKS = 4
-"""Stages of a rank that are tried."""
+"""Most stages of a rank that are tried."""
 MOST_OPERATIONS = 200_000
 """Computations that are timed for one schedule before its search ends: a few seconds."""
 _LEAST_CUTS = 50
 NEAR = 1.05
 """Ratio of steps up to which a schedule may still turn out to be the fastest."""
 _OTHER_KINDS = frozenset({"optimal", "seq1f1b"})
-"""Kinds that are not tried: orders that depend on the times, and pieces of sequences. Nor are those with copies."""
+"""Kinds that are not tried: orders that depend on the times, and pieces of sequences; also kinds with copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class LayerCost:
     """Time and memory of a layer for one micro-batch: times in nanoseconds, memory in bytes.
 
     A backward in one piece is all in ``backward_input``. ``kept`` stays from F to I, ``kept_for_weight`` from I to W.
-    ``forward_peak`` and ``backward_peak`` are the most memory during F, and during I and W, above that before F.
-    ``growth`` is what the peak of a backward grows by for each further layer of a stage, above what this one keeps:
-    gradients that are there together before they are added. ``host`` is the time in which a host launches F, I and W;
-    0 where it limits nothing.
+    ``forward_peak`` and ``backward_peak`` are the most memory during F, and during I and W, above the memory before F.
+    ``growth`` is the increase of a backward's peak for each further layer of a stage, above this layer's kept memory:
+    gradients that exist together before they are added. ``host`` is the time in which a host launches F, I and W;
+    0 if it limits nothing.
     """
 
     forward: int = 0
@@ -58,9 +58,9 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run the layers: ``layers`` by their number, and the same with recomputation where a layer has it.
+    """One way to run the layers: ``layers`` by their number, and the same with recomputation if a layer has it.
 
-    ``each_stage`` is what a stage takes in addition. ``splits`` is True if backwards are I and W.
+    ``each_stage`` is the additional time of a stage. ``splits`` is True if backwards are I and W.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Lacking:
-    """Why a schedule has no cut within the memory: the least that some cut needs, on its fullest rank."""
+    """Why a schedule has no cut within the memory: the smallest need of a cut, on its fullest rank."""
 
     kind: str
     way: Way
@@ -139,7 +139,7 @@ def begin_search(
     layers: Layers, way: Way, kind: ScheduleKind, num_ranks: int, num_chunks: int, num_micro_batches: int,
     limit: int | None,
 ) -> _Search | None:  # fmt: skip
-    """Begin the search for a kind of schedule; None where it does not exist. ``limit`` is bytes of a rank."""
+    """Begin the search for a kind of schedule; None if it does not exist. ``limit`` is bytes of a rank."""
     try:
         schedule = kind.generate(Request(num_ranks, num_micro_batches, num_chunks))
     except UnfitSizesError:
@@ -150,7 +150,7 @@ def begin_search(
 
 
 def step_of(layers: Layers, way: Way, best: Best, num_ranks: int, num_micro_batches: int) -> tuple[int, list[float]]:
-    """The step in nanoseconds of a cut that was found, run in another way, and by what its host slows each stage."""
+    """The step in nanoseconds of a found cut, run in another way, and each stage's slowdown by its host."""
     schedule = SCHEDULE_KINDS[best.kind].generate(Request(num_ranks, num_micro_batches, best.num_chunks))
     search = _Search(layers, way, schedule, num_micro_batches, None)
     stages = search.stages(best.sizes, best.recomputed)
@@ -239,7 +239,7 @@ class _Search:
         return int(max(end for ends in asap(self.schedule, costs).ends for end in ends))
 
     def slowdowns(self, own: Sequence[_Stage]) -> list[float]:
-        """Factors of each stage's work: where the host of a rank needs longer than its device, all of its work does."""
+        """Factors of each stage's work: if the host of a rank needs longer than its device, all its work is slower."""
         factors = [1.0] * self.num_stages
         for stages in self.stages_of_ranks:
             work, host = (sum(getattr(own[s].cost, key) for s in stages) for key in ("work", "host"))
@@ -260,7 +260,7 @@ class _Search:
         return _stage_of(numbers, [cost for cost in costs if cost is not None], self.way.each_stage)
 
     def _note_lacking(self, sizes: tuple[int, ...]) -> None:
-        """Note what a cut needs on its fullest rank if all is recomputed that can be."""
+        """Note the need of a cut on its fullest rank with all possible recomputation."""
         own = self.stages(sizes, [self.layers.num_layers] * self.num_stages)
         peak, static = max(self._peak(rank, own) for rank in range(len(self.stages_of_ranks)))
         if not self.least_needed or peak < self.least_needed:
@@ -322,7 +322,7 @@ class _Search:
                 return
 
     def _visit(self, sizes: tuple[int, ...], at: int, work: list[int]) -> None:
-        """Try all cuts that begin with ``sizes`` and may be faster; ``work`` is that of each rank so far."""
+        """Try all cuts that begin with ``sizes`` and may be faster; ``work`` is each rank's work so far."""
         stage = len(sizes)
         if stage == self.num_stages:
             self._consider(sizes)
@@ -348,13 +348,13 @@ class _Search:
                 break  # a larger stage takes longer still
 
     def _bound(self, sizes: Sequence[int], end: int, work: Sequence[int]) -> int:
-        """A time below which no cut that begins so has its step."""
+        """A lower bound of the step of all cuts that begin so."""
         rest = self._work[-1] - self._work[end]
         mean = ceil((sum(work) + rest) / len(work)) * self.num_micro_batches
         return max(mean, *(self._bound_of(rank, sizes, own) for rank, own in enumerate(work)))
 
     def _bound_of(self, rank: int, sizes: Sequence[int], work: int) -> int:
-        """The work of a rank, behind the forwards of all stages before its first one."""
+        """The work of a rank, after the forwards of all stages before its first one."""
         first = self._first[rank]
         before = self._forwards[sum(sizes[:first])] + first * self.layers.latency if first <= len(sizes) else 0
         return before + work * self.num_micro_batches
@@ -371,7 +371,7 @@ class _Stage:
 
 
 def _stage_of(numbers: range, costs: Sequence[LayerCost], each_stage: LayerCost) -> _Stage:
-    """A stage of layers: a forward runs behind what those before it keep, a backward with these still there."""
+    """A stage of layers: a forward runs on top of the memory that earlier layers keep, a backward, too."""
     if not costs:
         return _Stage(numbers, LayerCost())
     growth = sum(cost.growth for cost in costs)
@@ -395,9 +395,9 @@ def _stage_of(numbers: range, costs: Sequence[LayerCost], each_stage: LayerCost)
 def search_cuts(
     layers: Layers, ways: Sequence[Way], num_ranks: int, num_micro_batches: int, limit: int | None = None
 ) -> tuple[list[Best], list[Lacking]]:
-    """The fastest cut of each schedule and way, the fastest first, and what has none within ``limit`` bytes.
+    """The fastest cut of each schedule and way, the fastest first, and schedules without one within ``limit`` bytes.
 
-    All cuts are compared where the best of a few is within ``NEAR`` of the fastest schedule.
+    All cuts are compared if the best of a few is within ``NEAR`` of the fastest schedule.
     """
     begun = [
         (search, kind.name, chunks)

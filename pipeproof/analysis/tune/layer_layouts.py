@@ -25,8 +25,8 @@ FIXABLE = ("vpp", "schedule")
 class LayerLayouts:
     """The layouts of one plan on its own ranks, or on ``gpus`` of them; the choices of a search.
 
-    A layout has the plan's micro-batches, with the times that it has for its layers. Weights, gradients and what layers
-    keep count as memory, which is at most ``limit`` bytes; states of optimizers are not in such a plan.
+    A layout has the plan's micro-batches, with the times of its layers. Weights, gradients and the layers' kept
+    activations count as memory, which is at most ``limit`` bytes; states of optimizers are not in such a plan.
 
     Raises:
         BadPlanError: the plan has ranks on other axes than pp and dp.
@@ -80,7 +80,7 @@ class LayerLayouts:
         return Bound(self._found[layout].step / 1000, 0.0)
 
     def plan_of(self, layout: Layout) -> dict[str, Any]:
-        """The whole plan of a layout; stages without layers of the model hand on what they receive."""
+        """The whole plan of a layout; stages without layers of the model pass on their input."""
         data = {key: value for key, value in self.data.items() if key != "cost"}
         cost = {key: value for key, value in self.data.get("cost", {}).items() if key not in TIME_KEYS}
         kept = {key: value for key, value in self.data["schedule"].items() if key in _KEPT}
@@ -108,7 +108,7 @@ _KEPT = ("num_micro_batches", "micro_batch_size", "seq_lengths", "reduce_gradien
 
 
 def _is_empty(layer: CustomLayerSpec) -> bool:
-    """True for a layer that only hands on what it receives, as in a stage without layers of the model."""
+    """True for a layer that only passes on its input, as in a stage without layers of the model."""
     return layer.name.startswith("stage.") and not layer.parameters and not any(layer.times.values())
 
 

@@ -1,13 +1,13 @@
 """Lower bounds of the time and the memory of layouts, without their op graphs.
 
-Layers of one kind are alike, so a bound is a sum over kinds. The times and bytes of a kind depend on the mesh inside
-a stage, the micro-batch and recomputation only; they are computed once for each *cell* of these, and its times only if
-some layout of the cell may fit into the memory.
+Layers of one kind are equal, so a bound is a sum over kinds. The times and bytes of a kind depend only on the mesh
+inside a stage, the micro-batch and recomputation; they are computed once for each *cell* of these, and its times only
+if some layout of the cell may fit into the memory.
 
 The time is bounded from below by each pipeline rank: its first computation follows the forwards of the stages before
 it, its last one precedes their backwards or its own optimizer step, and between the two is all of its work. Transfers,
-gradient sums and waits for other ranks only add to this. Where pairs take turns, all collectives count as hidden, but
-no time of the host.
+gradient sums and waits for other ranks only add to this. If pairs alternate, all collectives count as hidden, but not
+the time of the host.
 
 The memory is bounded by training states and by the activations that the order of the program holds at once, on the
 first two pipeline ranks and on the last one: the first stage may have the embedding alone.
@@ -44,15 +44,15 @@ from pipeproof.stages.describe.stage_memory import moved_by_update, state_of
 
 _Times = npt.NDArray[np.float64]
 _SPLIT_BACKWARD = ("interleaved_zb", "zb_v", "dualpipe_v")
-"""Schedules in which W may run apart from I, or a forward next to a backward, which hides collectives."""
+"""Schedules in which W may run separately from I, or a forward next to a backward, which hides collectives."""
 
 
 @dataclass(frozen=True)
 class _Cell:
     """One layer of each kind of ``kinds`` on the ranks of a stage; columns are in that order.
 
-    ``activations`` are the bytes of one micro-batch, ``states`` those of weights and gradients, ``optimizer`` those of
-    its state before sharding. ``costs`` has the times of all cells that differ in recomputation only.
+    ``activations`` are the bytes of one micro-batch, ``states`` of weights and gradients, ``optimizer`` of the
+    optimizer state before sharding. ``costs`` has the times of all cells that differ in recomputation only.
     """
 
     recompute: Recompute
@@ -163,7 +163,7 @@ class Bounds:
     def of(self, layout: Layout, limit_bytes: float = inf) -> Bound | None:
         """Bounds of a layout; None if its schedule does not exist for its sizes, or a stage has no layer.
 
-        The time is 0 where the bound of the memory is over ``limit_bytes``: it is not computed then.
+        The time is 0 if the bound of the memory is over ``limit_bytes``: it is not computed then.
         """
         if self._program(layout) is None:
             return None
@@ -241,7 +241,7 @@ class Bounds:
         return self._held[key]
 
     def _program_key(self, layout: Layout) -> tuple[Any, ...]:
-        """The sizes of a program that holds as much as that of the layout, or less: a short one, except in GPipe."""
+        """The sizes of a program that holds as much as the layout's, or less: a short one, except in GPipe."""
         num, pp = layout.num_micro_batches, layout.pp
         if layout.kind not in ("gpipe", "looped_bfs") and num > 4 * pp and num % pp == 0:
             num = 4 * pp
@@ -314,6 +314,6 @@ def _bounding_ranks(pp: int) -> list[int]:
 
 
 def even_stages(stages: Sequence[Sequence[str]]) -> bool:
-    """True if all stages have equally many blocks, so that the plan needs no list of them."""
+    """True if all stages have the same number of blocks: the plan needs no list of them."""
     counts = {sum(name.startswith("layer.") for name in names) for names in stages}
     return len(counts) == 1

@@ -22,7 +22,7 @@ _VARIED_MEMORY = ("recompute", "shard_optimizer", "budget_gib")
 
 
 def require_tunable(spec: PlanSpec) -> None:
-    """Refuse a plan that describes more than a model: its tensors and sequences depend on the layout.
+    """Refuse a plan whose tensors or sequences depend on the layout.
 
     Raises:
         BadPlanError: PP106, with the key and the remedy.
@@ -48,7 +48,7 @@ def _refused(message: str, help: str) -> BadPlanError:
 
 
 def base_data(spec: PlanSpec, framework: Framework, device: str) -> dict[str, Any]:
-    """The sections of the given plan that layouts share, with what the framework sets and times of the device."""
+    """The sections of the given plan that layouts share, with the framework's keys and the device's times."""
     declared = spec.model_dump(mode="json", exclude_unset=True)
     data = {key: dict(declared[key]) for key in _KEPT_SECTIONS if isinstance(declared.get(key), Mapping)}
     if "suppress" in declared:
@@ -58,7 +58,7 @@ def base_data(spec: PlanSpec, framework: Framework, device: str) -> dict[str, An
             data[name] = {**section, **data.get(name, {})}
     if "gradient_dtype" in data.get("memory", {}) and "main_grad_dtype" not in declared.get("run", {}):
         for key in {"dtype", "main_grad_dtype"} - set(declared.get("run", {})):
-            data["run"].pop(key, None)  # they would replace the types that the plan gives for times and memory
+            data["run"].pop(key, None)  # they would replace the plan's types for times and memory
     data["run"] = {**data.get("run", {}), "backend": "paddle" if framework.name == "paddle" else "torch"}
     memory = {key: value for key, value in data.get("memory", {}).items() if key not in _VARIED_MEMORY}
     analytic = declared.get("cost", {}).get("analytic") or {}

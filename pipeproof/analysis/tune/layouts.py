@@ -1,7 +1,7 @@
 """Layouts of a training on a number of devices: the mesh, the schedule, the cut and the memory settings.
 
 The product of all choices is never made: a mesh that does not divide ends before schedules are tried on it. Each test
-counts the layouts that it removed, so that a user sees why a layout is not listed.
+counts the layouts that it removed: a user can see why a layout is not listed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Layout:
     """One choice of everything that ``tune`` varies.
 
     ``vpp`` is the number of stages of a pipeline rank. ``cut`` is ``even`` (equal numbers of blocks), ``near_even``
-    (equal but for the ends, where they do not divide) or ``balanced`` (stages of nearly equal times). ``mbs`` is the
+    (equal but for the ends, if they do not divide) or ``balanced`` (stages of nearly equal times). ``mbs`` is the
     number of sequences in a micro-batch. ``overlap`` is ``schedule.overlap``: ``none``, ``pairs``, or the given order.
-    ``placement``, ``num_sequence_splits`` and ``memory_limit`` are those of the schedule; only a search on a plan's own
+    ``placement``, ``num_sequence_splits`` and ``memory_limit`` are keys of the schedule; only a search on a plan's own
     ranks varies them.
     """
 
@@ -92,7 +92,7 @@ class Bound:
 class SearchSpace:
     """The layouts to try, for a model on ``num_gpus`` devices with ``global_batch`` sequences in a step.
 
-    ``fix`` has the allowed values of the names in ``FIXABLE``. ``removed`` counts by reason what was not tried.
+    ``fix`` has the allowed values of the names in ``FIXABLE``. ``removed`` counts untried layouts by reason.
     """
 
     spec: PlanSpec
@@ -223,9 +223,9 @@ class SearchSpace:
 
     @cached_property
     def _can_overlap(self) -> bool:
-        """True if pairs may take turns at the all-to-alls of experts, by the keys that all layouts share.
+        """True if pairs may alternate at the all-to-alls of experts, by the keys that all layouts share.
 
-        Megatron-LM has this with at most one module of multi-token prediction, and not where tokens are gathered.
+        Megatron-LM allows it with at most one module of multi-token prediction, and not if tokens are gathered.
         """
         spec, model = self.spec, self.spec.gpt
         if model.moe is None or model.moe.dispatcher == "all_gather":
@@ -245,7 +245,7 @@ class SearchSpace:
 
 
 def chunk_counts_of(schedule: FrameworkSchedule, counts: Sequence[int]) -> list[int]:
-    """Those of some numbers of stages of a rank that a schedule has."""
+    """The numbers of stages of a rank in ``counts`` that a schedule has."""
     kind = SCHEDULE_KINDS[schedule.kind]
     least, most = max(kind.min_chunks, schedule.min_chunks), kind.max_chunks or max(counts, default=0)
     return [vpp for vpp in counts if least <= vpp <= most]
@@ -254,8 +254,8 @@ def chunk_counts_of(schedule: FrameworkSchedule, counts: Sequence[int]) -> list[
 def near_even_blocks(num_layers: int, num_stages: int) -> list[int] | None:
     """The number of blocks of each stage, equal but for the ends; None if a stage would have nothing.
 
-    With the embedding and the head counted as a block each, where that divides; else as many blocks as fit, rounded up,
-    on each stage but the last.
+    The embedding and the head count as a block each, if that divides; otherwise each stage but the last has the
+    rounded-up number of blocks.
     """
     if (num_layers + 2) % num_stages == 0 and num_stages > 1:
         each = (num_layers + 2) // num_stages

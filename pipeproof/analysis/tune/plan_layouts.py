@@ -3,9 +3,9 @@
 A layout has the model, the mesh, the global batch and the memory settings of the plan. Times that the plan computes
 (``cost.analytic``) are computed for each layout. Given times move with the work:
 
-- a layer takes the time that it takes in the given plan (``recut`` derives it from the times of stages);
+- a layer takes the same time as in the given plan (``recut`` derives it from the times of stages);
 - a micro-batch of half the sequences takes half the time. Kernels on small inputs take longer, so other micro-batches
-  and splits are tried only where ``fix`` names them;
+  and splits are tried only if ``fix`` names them;
 - a message takes the given latency for any size.
 """
 
@@ -49,7 +49,7 @@ MAX_BOUNDED_FORWARDS = 2_000_000
 """Forwards of all layouts that are tried: the bound of a layout takes its schedule, some 20 us for each forward."""
 
 _OPTIMAL, _MAX_OPTIMAL_CHUNKS = "optimal", 2
-"""The kind that is made for given times and a memory limit. To make one takes as long as to make many others, so it is
+"""The kind that is made for given times and a memory limit. Making one takes as long as making many others, so it is
 tried with the plan's own micro-batches only, and with few chunks."""
 
 _CHOSEN = (
@@ -76,7 +76,7 @@ class PlanLayouts:
         self.framework, self.fix = framework, fix
         self.removed: Counter[str] = Counter()
         self.present: PresentStep = present_step(loaded)
-        self.spec = with_measured_times(loaded).spec  # which other cuts are computed from, as from given ones
+        self.spec = with_measured_times(loaded).spec  # other cuts are computed from these, as from given times
         self.num_gpus, self.global_batch = self.spec.topology.num_ranks, num_sequences(self.spec)
         self.seq_length, self.cost_source = self.spec.model.seq_length, loaded.spec.cost_source
         analytic = self.spec.cost.analytic
@@ -122,7 +122,7 @@ class PlanLayouts:
     def bound(self, layout: Layout, limit_bytes: float) -> Bound | None:
         """The time of a layout's computations alone; None if there is no such plan.
 
-        Where collectives are hidden, ``cost.analytic`` may have a shorter step; given times do not.
+        If collectives are hidden, ``cost.analytic`` may have a shorter step; given times do not.
         """
         try:
             spec = plan_from_dict(self.plan_of(layout)).spec
@@ -137,7 +137,7 @@ class PlanLayouts:
         """The whole plan of a layout.
 
         Raises:
-            BadPlanError: its layers cannot be cut so.
+            BadPlanError: its layers do not have such a cut.
         """
         data = dict(self.data)
         data["schedule"] = self._schedule(layout)
@@ -149,7 +149,7 @@ class PlanLayouts:
         return data
 
     def notes(self, layouts: Sequence[Layout]) -> Iterator[str]:
-        """Sentences about the times of some layouts, and what they need."""
+        """Sentences about the times and needs of some layouts."""
         declared = self.spec.schedule
         if self.spec.cost.analytic is None:
             if any(layout.num_stages != self.spec.num_stages for layout in layouts):
@@ -196,7 +196,7 @@ class PlanLayouts:
                 recut = stage_times(stages, layer_times(self._layers, times)) if is_recut else times
                 scaled = [_written(time * share) for time in recut]
                 cost[name] = scaled if len(set(scaled)) > 1 else scaled[0]
-            if is_recut and isinstance(declared.optimizer_us, tuple):  # it depends on the weights alone
+            if is_recut and isinstance(declared.optimizer_us, tuple):  # it depends only on the weights
                 updates = stage_times(stages, layer_times(self._layers, declared.optimizer_us))
                 cost["optimizer_us"] = [_written(time) for time in updates]
             self._costs[num_stages, size] = cost
@@ -221,7 +221,7 @@ class PlanLayouts:
         schedule = self.spec.schedule
         declared = schedule.num_micro_batches, schedule.micro_batch_size
         is_fixed = schedule.last_micro_batch_size is not None or schedule.seq_lengths is not None
-        is_fixed = is_fixed or self.spec.is_custom  # whose data come in micro-batches as they are
+        is_fixed = is_fixed or self.spec.is_custom  # the sizes of its micro-batches are fixed by the data
         if is_fixed or any(boundary.shape is not None for boundary in self.spec.boundaries):
             return [declared] if self._allows("mbs", schedule.micro_batch_size) else []
         if self.spec.cost.analytic is None and "mbs" not in self.fix:
@@ -237,7 +237,7 @@ class PlanLayouts:
         return [batch for batch in (declared, *others) if self._allows("mbs", batch[1])]
 
     def _chunk_counts(self, kind: str) -> list[int]:
-        """Numbers of stages of a rank: those that divide its blocks, and what a schedule needs at least."""
+        """Numbers of stages of a rank: the divisors of its blocks, and the least number of the schedule."""
         num_ranks, num_stages = self.spec.topology.pp, self.spec.num_stages
         counts = set() if num_stages % num_ranks else {num_stages // num_ranks}
         per_rank = sum(map(counts_in_even_cut, layer_order(self.spec.gpt))) // num_ranks if self._can_be_recut else 0
@@ -249,7 +249,7 @@ class PlanLayouts:
     @cached_property
     def _can_be_recut(self) -> bool:
         """True if the plan's stages have all layers, and no key describes a single edge between them."""
-        if self.spec.is_custom:  # of which nobody knows what each takes
+        if self.spec.is_custom:  # the times of its layers are not known
             return False
         declared = sorted(name for names in self._layers for name in names)
         expected = sorted(layer_order(self.spec.gpt))
@@ -258,7 +258,7 @@ class PlanLayouts:
     def _variations(
         self, kind: str, variant: str | None, sizes: tuple[int, int, int], *, overlaps: bool
     ) -> Iterator[Layout]:
-        """The same sizes with the splits, placements, memory limits and overlaps that a schedule takes."""
+        """The same sizes with the splits, placements, memory limits and overlaps of a schedule."""
         vpp, size, num_micro_batches = sizes
         axes, memory = self.spec.topology, self.spec.memory
         is_free = SCHEDULE_KINDS[kind].placement is Placement.ANY and vpp > 1 and self.framework.name == "any"
@@ -304,14 +304,14 @@ class PlanLayouts:
 
     @cached_property
     def _can_overlap(self) -> bool:
-        """True if the plan may have pairs that take turns, with another kind of schedule."""
+        """True if the plan may have alternating pairs, with another kind of schedule."""
         update = {"kind": "dualpipe", "overlap": "pairs"}
         return not check_overlap(
             self.spec.model_copy(update={"schedule": self.spec.schedule.model_copy(update=update)})
         )
 
     def _limits(self, vpp: int, size: int) -> list[int | None]:
-        """The memory limits to make a schedule for: the given one; without it, what the plan holds, and none."""
+        """The memory limits of schedules: the given one; without it, the plan's own maximum, and none."""
         is_recut = vpp * self.spec.topology.pp != self.spec.num_stages
         if size != self.spec.schedule.micro_batch_size or (is_recut and vpp > _MAX_OPTIMAL_CHUNKS):
             return []
@@ -322,7 +322,7 @@ class PlanLayouts:
         return [None] if figures is None else [int(figures.peak // one), None]
 
     def _largest_activation(self, vpp: int, size: int) -> int:
-        """An activation of the largest stage, in those of a block for one sequence."""
+        """An activation of the largest stage, in units of one block's activation for one sequence."""
         num_stages = self.spec.topology.pp * vpp
         most_blocks = max(1, *map(num_blocks, self._layers))
         blocks = most_blocks if num_stages == self.spec.num_stages else ceil(self.spec.gpt.num_layers / num_stages)
@@ -333,5 +333,5 @@ class PlanLayouts:
 
 
 def _written(time: Fraction) -> int | str:
-    """A time as a plan has it."""
+    """A time as it is written in a plan."""
     return time.numerator if time.denominator == 1 else str(time)

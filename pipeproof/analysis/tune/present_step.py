@@ -1,8 +1,8 @@
 """The step of a plan as it is: its time, its critical path, and why ranks are idle.
 
-A rank's idle time, on average, falls into three parts: what the busiest rank computes more than the average
-(*overload*), messages that the critical path waits for (*messages*), and the rest, in which the pipeline fills and
-drains. The path ends with the last computation: reductions of gradients and the optimizer are not in it.
+A rank's idle time, on average, falls into three parts: the busiest rank's work above the average (*overload*),
+messages that the critical path waits for (*messages*), and the rest, in which the pipeline fills and
+drains. The path ends with the last computation: it does not include reductions of gradients and the optimizer.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class PresentStep:
-    """The step of a plan: its time in microseconds, its parts, and where its computations wait.
+    """The step of a plan: its time in microseconds, its parts, and the waits of its computations.
 
-    All of them are None if the schedule never ends. ``errors`` are the codes for which the check of the plan fails.
+    All of them are None if the schedule never ends. ``errors`` are the codes of errors in the check of the plan.
     """
 
     spec: PlanSpec
@@ -65,7 +65,7 @@ class PresentStep:
         return None if self.figures is None or self.path is None else why_idle(self.figures, self.path)
 
     def to_json(self) -> dict[str, Any]:
-        """The form of ``present`` in the result of a search; times are in seconds, those of ``critical`` in us."""
+        """The form of ``present`` in the result of a search; times are in seconds, in ``critical`` in us."""
         return {
             "errors": list(self.errors),
             **({"step_s": None} if self.step_us is None else number_to_json("step_s", self.step_us / 10**6)),
@@ -95,7 +95,7 @@ def present_step(loaded: LoadedPlan) -> PresentStep:
 
     Raises:
         BadPlanError: it cannot be lowered, or its ``cost.p2p`` is not simulated.
-        TuneError: it has no backwards: a faster plan with backwards would not do the same.
+        TuneError: it has no backwards, and is not comparable with plans that have.
     """
     report = check(loaded)
     lowered = report.subject.plan
@@ -105,7 +105,7 @@ def present_step(loaded: LoadedPlan) -> PresentStep:
     try:
         asap_clock(lowered.schedule, lowered.spec)
         clock, simulation = clock_of(lowered), simulate(lowered)
-    except (SimulationError, ValueError):  # it never ends, which is no reason to name no other schedule
+    except (SimulationError, ValueError):  # it never ends; other schedules may
         return PresentStep(loaded.spec, errors)
     return PresentStep(
         loaded.spec, errors, simulation.makespan, parts_of_step(loaded.spec, lowered, simulation),
@@ -116,8 +116,8 @@ def present_step(loaded: LoadedPlan) -> PresentStep:
 def idle_parts(figures: Figures, path: CriticalPath) -> dict[Cause, Fraction]:
     """Parts of an average rank's idle time, in microseconds; they add up to it.
 
-    Messages that the busiest rank works through cost nothing, so no more of
-    them counts than lengthens the step beyond its work.
+    Messages that the busiest rank works through cost nothing, so only the part
+    that lengthens the step beyond its work counts.
     """
     overload = figures.most_work_us - figures.work_us
     messages = min(Fraction(path.waiting), figures.makespan_us - figures.most_work_us)
@@ -126,7 +126,7 @@ def idle_parts(figures: Figures, path: CriticalPath) -> dict[Cause, Fraction]:
 
 
 def largest_part(idle: Mapping[Cause, Fraction]) -> Cause | None:
-    """The largest part of the idle time; None where no rank is ever idle."""
+    """The largest part of the idle time; None if no rank is ever idle."""
     cause = max(idle, key=idle.__getitem__)
     return cause if idle[cause] else None
 

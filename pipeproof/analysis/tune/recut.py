@@ -1,10 +1,10 @@
-"""Times of stages after the same layers are cut into another number of stages.
+"""Times of stages after a cut of the same layers into another number of stages.
 
 A plan has times of its stages, not of its layers. The assumption is that the
 time of a stage is spread evenly over its transformer blocks. The first and the
-last stage also have the embedding and the head: their time above the mean of the
-other stages, block for block, is that of embedding and head. The whole time of a
-stage is thereby distributed over its layers, so that no cut changes the total.
+last stage also have the embedding and the head: their additional time, compared
+with the mean per block of the other stages, belongs to embedding and head. The whole
+time of a stage is distributed over its layers, and no cut changes the total.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_block(layer: str) -> bool:
 
 
 def _with_work(stage: Sequence[str]) -> list[str]:
-    """The layers of a stage without empty ones and a norm next to blocks, which take (nearly) no time; else all."""
+    """The layers of a stage that take time: without empty layers and a norm next to blocks; or else all."""
     without = {"norm"} if any(map(is_block, stage)) else set()
     return [name for name in stage if not (is_empty(name) or name in without)] or list(stage)
 
@@ -35,10 +35,10 @@ def num_blocks(stage: Sequence[str]) -> int:
 
 
 def layer_times(stages: Stages, times: Sequence[Fraction]) -> dict[str, Fraction]:
-    """The time of each layer, from the times of the stages that it was measured in.
+    """The time of each layer, from the measured times of the stages.
 
     Raises:
-        ValueError: a stage has no layer to put its time on.
+        ValueError: a stage has a time and no layer.
     """
     inner = [stage for stage, names in enumerate(stages) if names and all(map(is_block, _with_work(names)))]
     blocks = sum(num_blocks(stages[stage]) for stage in inner)
@@ -52,7 +52,7 @@ def layer_times(stages: Stages, times: Sequence[Fraction]) -> dict[str, Fraction
 
 
 def _shared_out(names: Sequence[str], time: Fraction, usual: Fraction | None) -> Mapping[str, Fraction]:
-    """Time of a stage distributed over its layers; ``usual`` is the time of a block in stages of blocks alone."""
+    """Time of a stage distributed over its layers; ``usual`` is the time of a block in stages with only blocks."""
     blocks = [name for name in names if is_block(name)]
     others = [name for name in names if not is_block(name)]
     if not blocks:

@@ -1,11 +1,11 @@
 """The search: lower bounds of all layouts first, then simulations in the order of the bounds until none can be better.
 
-A layout is simulated only if its bound is not above the time of the last row, so that no layout with a shorter step is
-missed. Layouts that differ only in their cut, recomputation, sharding and overlap form one group, of which the fastest
-is listed. The rows do not depend on the number of workers.
+A layout is simulated only if its bound is not above the time of the last row: no layout with a shorter step is
+missed. Layouts that differ only in their cut, recomputation, sharding and overlap form one group; only its fastest
+layout is listed. The rows do not depend on the number of workers.
 
-What may vary is the search's argument: everything, on a number of devices (``DeviceLayouts``), or the schedule and its
-sizes, on a plan's own ranks (``PlanLayouts``).
+The search's argument determines the variation: everything, on a number of devices (``DeviceLayouts``), or the schedule
+and its sizes, on a plan's own ranks (``PlanLayouts``).
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from pipeproof.sim.memory_curve import GIB
 from pipeproof.specs.load_plan import LoadedPlan
 
 FIRST_BATCH, BATCH = 8, 32
-"""Layouts simulated between two looks at the rows so far: as many as were simulated before, within these limits.
+"""Layouts simulated between two updates of the rows: as many as were simulated before, within these limits.
 
-They do not depend on the number of workers, so neither does the work. The first rows remove most of what follows.
+They do not depend on the number of workers, so neither does the work. The first rows remove most other layouts.
 """
 
 MAX_SIMULATED_FORWARDS = 2_000_000
 """Forwards of all simulated layouts after which the search ends: a minute of a processor for some 500,000."""
 
 _RANKS_AS_ONE = 8
-"""Devices that count as a forward: with a million of them, most of the time goes into the places of groups."""
+"""Devices that count as a forward: with a million devices, most of the time is spent on positions of groups."""
 
 _LARGE = 10_000
 """Forwards of a layout whose bound takes long enough to be reported by itself."""
 
 MAX_REFUSED = 20
-"""Refused layouts on a plan's own ranks before the search ends: what fails so often is a fault of the plan."""
+"""Refused layouts on a plan's own ranks before the search ends: so many failures show a fault of the plan."""
 
 Progress = Callable[[str, int, int], None]
 """Callback for progress: the current task, the number done and the total."""
@@ -85,10 +85,10 @@ def tune(
         gpus: Number of devices; without it, the ranks of the plan.
         device: Name of a device in ``pipeproof.cost.devices``, with ``gpus``.
         global_batch: Sequences in a step, over all replicas, with ``gpus``.
-        memory_gib: Memory of a device in GiB. By default that of the device with ``gpus``; otherwise no limit but
-            ``schedule.memory_limit`` and ``memory.budget_gib`` of the plan.
+        memory_gib: Memory of a device in GiB. By default from the device's data sheet with ``gpus``; otherwise no limit
+            but ``schedule.memory_limit`` and ``memory.budget_gib`` of the plan.
         framework: A name of ``FRAMEWORKS``: only its schedules and settings are tried. By default ``megatron`` with
-            ``gpus``, else that of the plan; ``any``, and a plan that names none, has every schedule without ``gpus``.
+            ``gpus``, else the plan's; ``any``, and a plan that names none, has every schedule without ``gpus``.
         top: Number of rows.
         fix: Allowed values by a name of ``layouts.FIXABLE``, such as ``{"tp": [8]}``; without ``gpus``, of
             ``plan_layouts.FIXABLE``.
@@ -134,7 +134,7 @@ def tune(
         _require_known("framework", [framework], tuple(FRAMEWORKS))
         if memory_gib is None:
             memory_gib = float(DEVICES[device].memory_gib)
-            assumptions.append(f"the memory of a device is {memory_gib:g} GiB, that of {device}'s data sheet")
+            assumptions.append(f"the memory of a device is {memory_gib:g} GiB, from {device}'s data sheet")
         choices = DeviceLayouts(
             plan.spec, FRAMEWORKS[framework], device, num_gpus=gpus, global_batch=global_batch,
             memory_gib=memory_gib, fix=fix,
@@ -198,7 +198,7 @@ class _Search:
         self._waiting.sort(key=lambda item: (item[0].step_us, item[0].peak_bytes, astuple_of(item[1])))
 
     def _nearest_change(self) -> str | None:
-        """The smallest change with which there is a layout, in a sentence."""
+        """The smallest change that allows a layout, in a sentence."""
         if self._tried == 0:
             return self._choices.nearest_change() if isinstance(self._choices, DeviceLayouts) else None
         bounds = ((self._choices.bound(layout, inf), layout) for layout in self._choices.layouts())
@@ -236,7 +236,7 @@ class _Search:
                 if bound.step_us > best.get(_group(layout), inf) or self._is_dominated(layout):
                     continue
                 point = self._point(layout)
-                if point.id not in self._taken:  # cuts of two kinds may be the same stages
+                if point.id not in self._taken:  # cuts of two kinds may have the same stages
                     self._taken.add(point.id)
                     self._simulated_forwards += layout.num_forwards + self._choices.num_gpus // _RANKS_AS_ONE
                     batch.append(point)
@@ -256,7 +256,7 @@ class _Search:
                 return [point_id for point_id in self._rows() if point_id in self._checked]
 
     def _resume_after(self, position: int) -> int:
-        """The first layout that was not simulated: a row has failed, so that slower ones come into question."""
+        """The first layout that was not simulated: after a failed row, slower layouts are candidates again."""
         return next(
             (index for index, (_, layout) in enumerate(self._waiting)
              if self._point(layout).id not in self._done and not self._is_dominated(layout)),
@@ -276,7 +276,7 @@ class _Search:
                 self._fitting.add(self._points[point.id])
 
     def _is_better(self, result: PointResult) -> bool:
-        """True if a step is shorter than that of the plan on its own ranks, or as long with less memory."""
+        """True if a step is shorter than the plan's on its own ranks, or equal with less memory."""
         present, slowest = self._choices.present, self._choices.slowest_us
         if present is None or slowest is None:
             return True
@@ -340,9 +340,9 @@ class _Search:
         return point
 
     def _ordered(self, rows: Sequence[str]) -> tuple[list[str], dict[str, float | None]]:
-        """Rows by their steps, after the simplest of those that share the fastest one's mesh and are as fast.
+        """Rows by their steps; the first is the simplest of the rows that share the fastest one's mesh and are as fast.
 
-        The second has by row the error of its step's ratio to the fastest one's; None if it is larger than that.
+        The second result has, by row, the error of the ratio of its step to the fastest; None if the ratio is larger.
         """
         if self._choices.expected_error is None or not rows:
             return [*rows], dict.fromkeys(rows)

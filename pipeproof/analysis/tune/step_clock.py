@@ -1,8 +1,8 @@
 """Costs of a schedule for a plan, in units that allow schedules to be compared.
 
-The sizes of chunks and micro-batches differ between schedules. Activations are
-therefore counted in those of one transformer block for one sequence, from the
-start of F to the end of B or W.
+The sizes of chunks and micro-batches differ between schedules. The unit of
+activations is therefore one transformer block's activation for one sequence,
+from the start of F to the end of B or W.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pipeproof.stages.describe.model_family import stage_layers
 class Figures:
     """Time and memory of a step.
 
-    ``work_us`` is the mean computation time of a rank, ``most_work_us`` that of
+    ``work_us`` is the mean computation time of a rank, ``most_work_us`` the time of
     ``busiest``, the first of the ranks that compute longest. ``peak`` is the
-    largest number of activations of a rank, in those of a block for a sequence.
+    largest number of activations of a rank, in units of one block for one sequence.
     """
 
     makespan_us: Fraction
@@ -49,7 +49,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Clock:
-    """When each computation of a plan runs, in ticks of ``1 / ticks_per_us`` microseconds."""
+    """The times of each computation of a plan, in ticks of ``1 / ticks_per_us`` microseconds."""
 
     timed: Timed
     latency: int
@@ -71,9 +71,9 @@ def block_sequences(spec: PlanSpec) -> tuple[Fraction, ...]:
 
 
 def asap_clock(schedule: Schedule, spec: PlanSpec) -> Clock:
-    """When a schedule's computations run where no message waits for another.
+    """The times of a schedule's computations if no message waits for another.
 
-    A pair that takes turns takes as long as the longer of its computations, which is the least that it may take.
+    An alternating pair takes as long as the longer of its computations, which is the least possible time.
 
     Raises:
         ValueError: it cannot finish.
@@ -92,11 +92,11 @@ def asap_clock(schedule: Schedule, spec: PlanSpec) -> Clock:
 
 
 def clock_of(lowered: LoweredPlan) -> Clock:
-    """When a plan's computations run, under the ``cost.p2p`` that it has and with what early receives slow down.
+    """The times of a plan's computations, by its ``cost.p2p`` and with the slowdown by early receives.
 
     Raises:
         SimulationError: it cannot finish.
-        ValueError: likewise.
+        ValueError: it cannot finish.
     """
     slows = bool(lowered.spec.cost.recv_slowdown) and any(lowered.receives)
     takes_turns = lowered.spec.turns is not None
@@ -106,11 +106,11 @@ def clock_of(lowered: LoweredPlan) -> Clock:
 
 
 def simulated_clock(lowered: LoweredPlan) -> Clock:
-    """When a lowered plan's computations run as the reference model has it, with what its messages wait for.
+    """The times of a lowered plan's computations in the reference model, with the waits of its messages.
 
-    As in ``asap_clock``, every message takes what the slowest does, and no
-    links are shared: candidates are compared by one measure. Computations that
-    take turns have the times of their exchanges, and with them those of messages.
+    As in ``asap_clock``, every message takes the time of the slowest, and no
+    links are shared: candidates are compared by one measure. Alternating
+    computations have the times of their exchanges and messages.
 
     Raises:
         SimulationError: it cannot finish.
@@ -138,7 +138,7 @@ def simulated_clock(lowered: LoweredPlan) -> Clock:
 
 
 def figures_of(clock: Clock, activations: Sequence[Fraction]) -> Figures:
-    """The figures of one step; ``activations`` is what one of each stage counts."""
+    """The figures of one step; ``activations`` has the size of one activation of each stage."""
     timed, ranks = clock.timed, range(len(clock.timed.programs))
     busy = [Fraction(timed.busy(rank)) / clock.ticks_per_us for rank in ranks]
     unit = lcm(*(size.denominator for size in activations))
@@ -153,7 +153,7 @@ def figures_of(clock: Clock, activations: Sequence[Fraction]) -> Figures:
 
 
 def _peak(timed: Timed, rank: int, sizes: Sequence[int]) -> int:
-    """Most that a rank holds at once."""
+    """The most that a rank holds at once."""
     changes: list[tuple[Time, int]] = []
     for op, start, end in zip(timed.programs[rank], timed.starts[rank], timed.ends[rank], strict=True):
         if op.kind is OpKind.FORWARD:

@@ -32,7 +32,7 @@ def differences_text(parts: Mapping[str, float], best: Mapping[str, float]) -> s
 
 
 def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> str:
-    """Why the first row wins: the parts in which it is shorter than the mean of the next rows, and those it pays."""
+    """Why the first row wins: its shorter parts, compared with the mean of the next rows, and its longer ones."""
     if not others:
         return "no other layout is listed"
     mean = {name: sum(other[name] for other in others) / len(others) for name in PARTS}
@@ -47,16 +47,16 @@ def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]
 
 
 DIFFERENCE_ERRORS: Mapping[str, float] = MappingProxyType({"schedule": 0.012, "replicas": 0.055, "shards": 0.142})
-"""Mean error of the ratio of two predicted steps of one model on one system, by what the layouts differ in.
+"""Mean error of the ratio of two predicted steps of one model on one system, by the difference of the layouts.
 
 ``schedule``: 25 pairs of own runs on two H200, one mesh and micro-batch. ``replicas``: 126 pairs of vTrain on several
-nodes that differ in pp, dp or the micro-batch. ``shards``: 193 of them that differ in tp. A test derives the figures
-from ``validation/results/accuracy-measurements.md``.
+nodes that differ in pp, dp or the micro-batch. ``shards``: 193 such pairs that differ in tp. A test derives the
+figures from ``validation/results/accuracy-measurements.md``.
 """
 
 
 def difference_error(a: Layout, b: Layout) -> float:
-    """The share by which the steps of two layouts have to differ before it is known which one is shorter."""
+    """The smallest relative difference of two predicted steps that shows which layout is faster."""
     if (a.tp, a.cp, a.ep) != (b.tp, b.cp, b.ep):
         return DIFFERENCE_ERRORS["shards"]
     same = (a.pp, a.dp, a.mbs) == (b.pp, b.dp, b.mbs)
@@ -68,7 +68,7 @@ _SIMPLE_KINDS = ("1f1b", "interleaved", "gpipe")
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
-    """The order of layouts that are as fast: stages with two copies last, then by schedule, chunks, axes, memory."""
+    """The order of layouts with equal steps: stages with two copies last, then by schedule, chunks, axes, memory."""
     kind = SCHEDULE_KINDS[layout.kind]
     simple = _SIMPLE_KINDS.index(layout.kind) if layout.kind in _SIMPLE_KINDS else len(_SIMPLE_KINDS)
     return (

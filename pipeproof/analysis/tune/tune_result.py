@@ -52,11 +52,11 @@ class TuneRow:
 class TuneCounts:
     """Numbers of layouts at each step of a search.
 
-    ``tried`` layouts divide and exist in the framework, ``bounded`` have a bound of their time below that of the worst
-    row, ``simulated`` were simulated and ``checked`` were checked by every rule. ``removed`` counts by reason what was
-    removed before, meshes as one each; ``unfit`` are schedules that do not exist for their sizes, ``over_memory``
-    layouts whose lower bound of memory is over the limit, ``over_memory_simulated`` those that a simulation showed to
-    be. ``refused`` counts rows that failed their check, by code.
+    ``tried`` layouts divide and exist in the framework, ``bounded`` have a bound of their time below the worst row's
+    time, ``simulated`` were simulated and ``checked`` were checked by every rule. ``removed`` counts layouts that were
+    removed before, by reason, meshes as one each; ``unfit`` are schedules that do not exist for their sizes,
+    ``over_memory`` layouts whose lower bound of memory is over the limit, ``over_memory_simulated`` layouts that are
+    over it in the simulation. ``refused`` counts rows that failed their check, by code.
     """
 
     tried: int
@@ -72,13 +72,13 @@ class TuneCounts:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The layouts with the shortest steps: the shortest first, but the simplest of those with its mesh that tie.
+    """The layouts with the shortest steps, the shortest first; of ties with its mesh, the simplest is first.
 
     ``assumptions`` are sentences about values that the caller did not give, ``notes`` about what the rows need.
     ``present`` is the step of the plan itself in a search on its own ranks; None in a search on a number of devices.
     ``expected_error`` is the share by which a predicted step is off in the mean of comparable measurements, or None.
-    ``nearest`` is the smallest change with which there is a layout, if there is none.
-    ``device`` is None where times are not computed, ``memory_gib`` where no limit was given.
+    ``nearest`` is the smallest change that allows a layout, if there is none.
+    ``device`` is None if times are not computed, ``memory_gib`` if no limit was given.
     """
 
     framework: str

@@ -23,11 +23,11 @@ _COLUMNS = (
     ("memory limit", "memory_limit"), ("cut", "cut"), ("recompute", "recompute"),
     ("shard optimizer", "shard_optimizer"), ("overlap", "overlap"),
 )  # fmt: skip
-"""Headings of what is varied, and the attributes of a layout."""
+"""Headings of the varied attributes of a layout, and their names."""
 
 _NUMBERS = ("pp", "vpp", "tp", "cp", "ep", "dp", "mbs", "num_sequence_splits", "memory_limit")
 _OF_PLANS = ("placement", "num_sequence_splits", "memory_limit")
-"""Attributes that only a search on a plan's own ranks varies; a column each only where rows differ."""
+"""Attributes that only a search on a plan's own ranks varies; a column each only if rows differ."""
 _OF_DEVICES = ("pp", "tp", "cp", "ep", "dp", "recompute", "shard_optimizer")
 """Attributes that such a search leaves as they are."""
 
@@ -193,7 +193,7 @@ def _print(text: str, console: Console) -> None:
 
 
 def change_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The change from one plan to another, both as written, as lines of a plan file; what goes away is in comments."""
+    """The change from one plan to another, both as written, as lines of a plan file; removed keys are in comments."""
     removed, lines = [section for section in before if section not in after], list[str]()
     for section, values in after.items():
         old = before.get(section, {})
@@ -207,7 +207,7 @@ def change_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
         lines += [f"{section}:"] * bool(changed)
         lines += [f"  {key}: {_flow(value)}" for key, value in changed.items() if key != "layers"]
         if "layers" in changed:
-            lines.append("  # layers: with those that hand on what they receive, in the plan that -o writes")
+            lines.append("  # layers: including layers that pass on their input, in the plan that -o writes")
     return [*(f"# remove {key}" for key in removed), *lines]
 
 

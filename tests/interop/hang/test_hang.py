@@ -281,7 +281,7 @@ GOOD = recorders(1)[0].content()
         ("trace_0", written({"version": "2.1", "entries": []}), "has no `pg_config`"),
         ("trace_0", written({**GOOD, "pg_config": {"0": {}}}), "the ranks of group 0 cannot be read"),
         ("trace_0", written({**GOOD, "entries": [{"record_id": 0}]}), "entry 0 has no `process_group`"),
-        ("trace_0", written({**GOOD, "entries": "x"}), "`entries` is no list"),
+        ("trace_0", written({**GOOD, "entries": "x"}), "`entries` is not a list"),
         ("trace_x", written(GOOD), "the name of each ends with its rank"),
     ],
 )
@@ -297,7 +297,7 @@ def test_what_is_no_dump_is_refused_and_nothing_in_it_is_run(tmp_path, capsys, n
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"state": "lost"}, "`lost` is no state"),
+        ({"state": "lost"}, "`lost` is not a state"),
         ({"profiling_name": "send"}, "is named `send`"),
         ({"profiling_name": "nccl:send 0->5"}, "names a rank outside of group 0"),
         ({"process_group": ("9", "other")}, "`pg_config` does not have group 9 (other)"),

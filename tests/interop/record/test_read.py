@@ -67,7 +67,7 @@ def test_an_invalid_log_is_refused_with_its_line(tmp_path, text, fragment, line)
 def test_logs_of_two_jobs(tmp_path):
     Rank(tmp_path, 0, 2).end()
     Rank(tmp_path, 1, 3).end()
-    with pytest.raises(PlanFileError, match="this log is of 3 ranks on torch 2, that of rank 0 of 2 on torch 2"):
+    with pytest.raises(PlanFileError, match="this log is of 3 ranks on torch 2, rank 0's of 2 on torch 2"):
         read_logs(tmp_path)
 
 
