@@ -1,1 +1,1 @@
-"""The device mesh, transports, what backends do, and the lowering of programs into the op graph."""
+"""The device mesh, transports, the behaviour of backends, and the lowering of programs into the op graph."""

@@ -1,4 +1,4 @@
-"""Order in which each stage adds the weight gradients of its micro-batches (DESIGN, invariant 11).
+"""Order in which each stage adds the weight gradients of its micro-batches.
 
 Sums of rounded numbers depend on their order. A plan whose stages all add in
 the order of micro-batches has the bits of a model that runs them one by one.

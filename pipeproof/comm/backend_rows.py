@@ -66,7 +66,7 @@ class BackendTable:
             effect on plans, because the table promises only its own value, or
             nothing.
 
-    Neither takes part in equality, hashing or the table's version.
+    Neither affects equality, hashing or the table's version.
 
     Raises:
         ValueError: a row without a source, or a source or other values without a row.
@@ -78,7 +78,7 @@ class BackendTable:
         SendCompletes,
         Behaviour(
             "when a send is done: with its receive, at once, or while a bounded buffer has a free slot",
-            "Deadlock proofs presume the value in the table. A backend that buffers less than it may hang "
+            "Deadlock proofs presume the value in the table. A backend that buffers less may hang "
             "plans that passed; one that buffers more cannot.",
         ),
     ]
@@ -100,8 +100,8 @@ class BackendTable:
     matching: Annotated[
         Literal["fifo", "other"],
         Behaviour(
-            "which send meets which receive on a channel: fifo is the k-th the k-th",
-            "Matching proofs presume FIFO. With another order, a plan that passed can hand a micro-batch's "
+            "which send meets which receive on a channel: with fifo the k-th send meets the k-th receive",
+            "Matching proofs presume FIFO. With another order, a plan that passed can give a micro-batch's "
             "tensor to another micro-batch.",
         ),
     ]
@@ -110,8 +110,8 @@ class BackendTable:
     max_batched_transfers: Annotated[
         int,
         Behaviour(
-            "the most sends and receives of one group call that are known to progress together; 0 is no limit",
-            "A plan is refused where a rank's batch is larger. A backend with a smaller limit can hang on a batch that "
+            "the most sends and receives of one group call that are known to progress together; 0 means no limit",
+            "A plan is refused if a rank's batch is larger. A backend with a smaller limit can hang on a batch that "
             "passed; runs post no batches of transfers.",
             probed=False,
         ),
@@ -135,7 +135,7 @@ class BackendTable:
         return is_same or observed in self.also.get(key, frozenset())
 
     def value(self, key: str) -> RowValue:
-        """The value of one row. Raises ValueError for a key that is no row."""
+        """The value of one row. Raises ValueError for an unknown key."""
         if key not in behaviours():
             raise ValueError(f"no row is called {key!r}; rows are {', '.join(behaviours())}")
         value: RowValue = getattr(self, key)

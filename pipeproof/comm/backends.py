@@ -150,7 +150,7 @@ def table_named(name: str) -> BackendTable:
 
 
 def declared_backend(spec: PlanSpec) -> BackendTable:
-    """The table of the plan's backend, with the queues of ``transport.queue`` where that is given."""
+    """The table of the plan's backend, with the queues of ``transport.queue``, if given."""
     return with_queue(backend_table(spec.run.backend, spec.run.device), spec.transport.queue)
 
 

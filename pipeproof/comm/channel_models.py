@@ -49,7 +49,7 @@ _COARSER: Mapping[Queue, frozenset[Queue]] = MappingProxyType(
         "directed_edge": frozenset(QUEUES),
     }
 )
-"""The queues whose order contains that of each one."""
+"""By queue, the stricter queues whose order contains its order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class ChannelModel:
     """One way in which a backend may execute transfers.
 
     Args:
-        queue: which entries of a rank go one after the other; see ``QUEUES``.
+        queue: the entries of a rank that follow one another; see ``QUEUES``.
         completes: when a send is done: with its receive (``rendezvous``);
             while the receives of its channel are at most ``slots`` messages
             behind; while the bytes that are sent and not yet received fit
             into ``eager_bytes`` (None: always).
-        connections: ``lazy``: the first use of a channel or group is a
-            meeting of its members that holds their hosts.
+        connections: ``lazy``: the first use of a channel or group blocks
+            the hosts of all members until they have all come.
         host_blocks: a post holds the host until the transfer is done.
     """
 
@@ -159,16 +159,16 @@ def message_bytes(graph: OpGraph) -> IntColumn:
 
 
 def awaited_receives(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, IntColumn]:
-    """(sends, the receive that must be over before each is done) under slots or an eager buffer.
+    """(sends, the receive that must end before each is done) under slots or an eager buffer.
 
-    Sends that wait for no receive, or for one that is missing, are left out.
+    Sends that wait for no receive, or for a missing one, are left out.
     """
     sends, receive = _awaited(graph, model)
     return sends[receive != NONE], receive[receive != NONE]
 
 
 def awaited_by_sends(graph: OpGraph, model: ChannelModel) -> dict[int, int]:
-    """The same as a mapping by send; ``NONE`` represents a missing receive, so that the send is never done."""
+    """``awaited_receives`` as a mapping by send; ``NONE`` is a missing receive: the send is then never done."""
     sends, receive = _awaited(graph, model)
     return dict(zip(sends.tolist(), receive.tolist(), strict=True))
 
@@ -188,41 +188,41 @@ def _awaited(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, IntColumn]
     return sends[awaits], graph.match[sends[earlier[awaits]]]
 
 
-# Order of a rank's operations under a channel model: the events that each of them has to follow.
+# Order of a rank's operations under a channel model: the events that each operation has to follow.
 #
 # Each operation has two events: *post*, when it is under way, and *done*, when
 # it has finished. The constraints of one rank alone on posts are here.
 # ``verify.deadlock`` proves with them that all events happen, ``sim`` computes
-# when:
+# their times:
 #
 # - rows of one rank with a common batch are one call, an *entry*, at the
-#   place of its last row; any other row is an entry of its own, and so is
-#   each of the computations of a batch that has nothing else. An entry's posts
+#   position of its last row; any other row is an entry of its own, and so is
+#   each computation of a batch that has only computations. An entry's posts
 #   follow the dones of all members of the entry before it, in every order below;
 #   its members have no order among themselves;
 # - the compute queue is also the order in which the host issues. Its entries
 #   follow each other. A transfer on its default queue follows the entry of the
 #   compute queue before it;
-# - what runs on the ``host`` queue, and a transfer whose post holds the host,
+# - operations on the ``host`` queue, and a transfer whose post holds the host,
 #   hold everything that the rank issues later;
 # - entries of a queue of another name follow each other;
 # - a part of a computation, and a collective between two parts, also follow the
-#   one before them of the same computation, which may be on another queue;
-# - transfers follow the one before them on their channel end and, on default
+#   previous one of the same computation, which may be on another queue;
+# - transfers follow the previous one on their channel end and, on default
 #   queues, on the model's FIFO; with one FIFO for the device, all communication
 #   of the rank is one order;
-# - a transfer also follows the one whose message is before its own on the
-#   channel. Messages are in the order of the program, so this adds a constraint only for
-#   a transfer that is *early*: the call that has the message before its own is
-#   closed behind it. The two then follow each other. Nothing else would be true
-#   of any backend: what is issued first takes the first place on the wire, and
-#   the peer would get each message for the other.
+# - a transfer also follows the transfer of the previous message on its channel.
+#   Messages are in program order, so this adds a constraint only for a transfer
+#   that is *early*: the call with the previous message is closed after it. The
+#   two then follow each other. This holds for every backend: the transfer that
+#   is issued first is first on the wire, and otherwise the peer would get each
+#   message for the other.
 
 
 def calls_of(graph: OpGraph) -> IntColumn:
     """Return by operation the number of its call on its rank, which is its batch; NONE if it is issued by itself.
 
-    A batch of computations alone is no call: they overlap, and the host issues
+    A batch of only computations is not a call: they overlap, and the host issues
     them one by one.
     """
     batched = graph.batch != NONE
@@ -248,11 +248,11 @@ class Host:
     """State of one rank's host: the events that its next entry has to follow."""
 
     issued: list[int] = field(default_factory=list)
-    """Of the compute queue's last entry, for what goes with its order."""
+    """Events of the compute queue's last entry, for operations in its order."""
     held: list[int] = field(default_factory=list)
-    """Of the last entry that held the host, for everything."""
+    """Events of the last entry that held the host, for all operations."""
     last: dict[Hashable, list[int]] = field(default_factory=dict)
-    """Of the last entry of each queue and FIFO."""
+    """Events of the last entry of each queue and FIFO."""
 
 
 class EntryOrder:
@@ -281,7 +281,7 @@ class EntryOrder:
             call.append(op_id)
             self._call[op_id] = call
         self._ahead = dict(self._early_transfers()) if self._call else {}
-        """By early transfer, the one whose message is before its own."""
+        """By early transfer, the transfer of the previous message."""
 
     def _early_transfers(self) -> Iterator[tuple[int, int]]:
         last: dict[Hashable, int] = {}
@@ -356,11 +356,11 @@ class EntryOrder:
         return (self._end(op_id), *named, *fifo, *on_device)
 
     def _end(self, op_id: int) -> Hashable:
-        """The end of a channel that a transfer is of."""
+        """The end of a channel that a transfer uses."""
         return self._channel[op_id], self._is_send[op_id]
 
     def _fifo(self, op_id: int) -> Sequence[Hashable]:
-        """The order of a transfer on its default queue, where that is more than its end of a channel."""
+        """The order of a transfer on its default queue, if it is more than its end of a channel."""
         match self.model.queue:
             case "rank":
                 return ("rank",)
@@ -375,9 +375,9 @@ class EntryOrder:
 
 
 def completed_sends(graph: OpGraph, rank: int) -> dict[int, tuple[int, ...]]:
-    """By wait for a receive of a rank, the sends of that rank that have ended then; ids of the graph's operations.
+    """By wait for a receive of a rank, the sends of that rank that have ended by then; ids of the graph's operations.
 
-    Sends for which the plan waits before that, and sends of which it is not known, are left out.
+    Omits sends that the plan has already waited for, and sends whose completion is unknown.
     """
     wait_of = {int(graph.waits_for[op_id]): op_id for op_id in range(graph.num_ops) if graph.waits_for[op_id] != NONE}
     own = graph.rank_ops(rank)

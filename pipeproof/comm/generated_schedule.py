@@ -18,8 +18,8 @@ UNFIT_SCHEDULE = RuleDoc(
     code="PP140",
     title="the schedule does not exist for these sizes",
     explanation=(
-        "Each schedule has its own conditions: how many stages a rank holds, whether the ranks are even in number, how "
-        "many micro-batches there are, how stages are placed. `pipeproof schedule list` lists them; the message names "
+        "Each schedule has its own conditions: on the stages of a rank, on an even number of ranks, on the number of "
+        "micro-batches, on the placement of stages. `pipeproof schedule list` lists them; the message names "
         "the nearest values that fit."
     ),
     wrong="topology: {pp: 2}\nschedule: {kind: interleaved, num_chunks: 2, num_micro_batches: 3}",
@@ -167,8 +167,8 @@ TOO_LARGE = RuleDoc(
     title="the plan has more operations than this release holds in memory",
     explanation=(
         "Every operation of a step is a row of the op table. Replicas along tp, cp, ep and dp run the same programs "
-        "and are counted once; what counts is the number of stages, micro-batches, sequence splits and collectives "
-        "inside layers."
+        "and are counted once; the number of stages, micro-batches, sequence splits and collectives inside layers "
+        "determines the size."
     ),
     wrong="schedule: {num_micro_batches: 1000000}",
     right="schedule: {num_micro_batches: 8}",
@@ -188,7 +188,7 @@ def require_moderate_size(plan: PlanSpec, num_collectives: int = 0) -> None:
     num_items = num_batches * plan.num_stages
     kind = SCHEDULE_KINDS.get(schedule.kind)
     most = num_batches * num_collectives + _MOST_TRANSFER_OPS * num_items
-    if plan.turns is not None:  # a part behind each collective, and weight gradients behind those of backward
+    if plan.turns is not None:  # a part after each collective, and weight gradients after those in the backward
         most += 2 * num_batches * num_collectives + _MOST_PARTS * num_items
     most += _MOST_SHAPE_OPS * num_items if plan.transport.shape_exchange == "per_message" else 0
     most += _MOST_COMPUTATIONS * num_items if kind is None else kind.num_computations(plan.topology.pp, num_items)
@@ -221,8 +221,8 @@ def sample_plan(
 
     ``cost`` is in any unit; F, I and W take 1 by default.
 
-    ``schedule`` are further keys of the plan's schedule section; those that are None are left out. ``settings`` are
-    values of any key, as for ``load_plan``.
+    ``schedule`` are further keys of the plan's schedule section; None values are left out. ``settings`` are values of
+    any key, as for ``load_plan``.
 
     Raises:
         PlanFileError: a value is out of its range.

@@ -1,9 +1,9 @@
 """Lowering: from per-rank programs of a pipeline to the op graph of every global rank.
 
-Four things are added to the programs: each transfer with its peer and the
-wait for it, the slices and gathers of the ``partial`` transport, below each
-compute operation the collectives that it will really issue, and at the end
-the gradient reductions and the optimizer.
+Lowering adds to the programs: for each transfer its peer and its wait, the
+slices and gathers of the ``partial`` transport, below each compute operation
+its actual collectives, and at the end the gradient reductions and the
+optimizer.
 
 - A receive is posted just before the wait for it, and the wait is just
   before the operation that uses the tensor (an earlier receive spins on a GPU
@@ -14,8 +14,8 @@ the gradient reductions and the optimizer.
   send is waited for before the backward of its micro-batch, which frees the
   activation; backward sends, and all sends of a program without backwards,
   are waited for at the end of the step.
-- With ``transport.shape_exchange: per_message`` a message with its shape goes before each tensor. Its receive is
-  waited for before that of the tensor is posted, its send together with that of the tensor.
+- With ``transport.shape_exchange: per_message`` a message with its shape goes before each tensor. The wait for its
+  receive comes before the tensor's receive is posted; its send is waited for together with the tensor's send.
 - No transfer is made between two stages of one rank.
 
 ``op_graph`` lowers one replica of the ranks, and unfolds the graph of all.
@@ -83,7 +83,7 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
 
     ``boundary`` replaces the tensor that crosses between the stages, to check
     and simulate the messages of a user's model. ``foreign`` is the schedule of
-    a plan that names one that is not generated.
+    a plan with a schedule that is not generated.
 
     Raises:
         BadPlanAtError: the layers cannot be partitioned into the stages, the schedule
@@ -135,7 +135,7 @@ def _received_early(plan: PlanContext) -> tuple[Posts, ...]:
 
 
 def _require_pairs(foreign: ForeignSchedule) -> None:
-    """Refuse ``schedule.overlap`` where no computations overlap, or their program is given with its communication."""
+    """Refuse ``schedule.overlap`` if no computations overlap, or their program has its own communication."""
     if not foreign.computes_only:
         why, fix = "has its own communication", "give computations alone"
     elif not any(foreign.schedule.pairs):
@@ -187,7 +187,7 @@ def blaming_plan(loaded: LoadedPlan) -> Iterator[None]:
 
 
 def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
-    """The schedule that a plan reads from a file or writes out; None where one is generated.
+    """The schedule that a plan reads from a file or writes out; None if one is generated.
 
     Raises:
         ScheduleFileError: it cannot be read, is not for the sizes of the plan, or has attributes that lowering loses.
@@ -195,7 +195,7 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
     spec, source = loaded.spec, loaded.source
     schedule = spec.schedule
     if schedule.programs is None and schedule.path is None:
-        return None  # before the readers of schedules are loaded
+        return None  # without loading the readers of schedules
     from pipeproof.schedule.formats.read_schedule import custom_schedule, load_schedule_file, require_attributes_kept
 
     expected = expected_schedule(spec)
@@ -258,28 +258,27 @@ def _folder(loaded: LoadedPlan) -> Path:
 
 
 # --- Order in which ranks post their receives: the order of the sends, or earlier ---
-# A rank that holds several stages may send to another in one order, and that one
-# may compute in another. Messages have no names on the wire: the k-th receive
-# gets the k-th message. So receives are posted in the order of the sends, some
-# of them before the computation that another message is for.
+# A rank that holds several stages may send to another rank in one order, and the
+# receiver may compute in another. Messages have no names on the wire: the k-th
+# receive gets the k-th message. So receives are posted in the order of the sends,
+# some of them before the computation that another message is for.
 #
 # ``transport.recv_order`` posts receives before the rank needs them. An early
-# post lets its message come in while the rank computes. Where
-# transfers share a FIFO it may also come before a send that its own sender
-# waits for, and then the step hangs. So there is one order of all messages: that
-# in which computations end if each takes a unit of time (a whole backward two)
-# and begins as soon as it can, of equal ones that of the lower rank first. A
-# receive is not posted before a send of its rank that comes earlier in that
-# order:
+# post lets its message arrive while the rank computes. If transfers share a FIFO,
+# it may also precede a send that its own sender waits for, and then the step
+# hangs. So there is one order of all messages: the order in which computations
+# end if each takes a unit of time (a whole backward two) and begins as early as
+# possible; at equal times the lower rank is first. A receive is not posted before
+# a send of its rank that comes earlier in that order:
 #
-# - ``prefetch_one``: just before the computation that precedes the one that needs
-#   it or, if what that one sends comes earlier, right after that;
+# - ``prefetch_one``: just before the computation that precedes its consumer or,
+#   if that computation's send comes earlier, right after it;
 # - ``send_order``: right after the last send of its rank that comes earlier, which
 #   puts all transfers of every rank into the one order. PyTorch's pipeline
 #   runtime has an order of its own by the same idea: a receive goes into its
 #   rank's program when the send goes into the sender's (``_add_send_recv`` in
-#   torch/distributed/pipelining/schedules.py), behind what the rank has computed
-#   by then.
+#   torch/distributed/pipelining/schedules.py), after the computations of the rank
+#   up to then.
 
 
 Link = tuple[bool, int, int]
@@ -287,7 +286,7 @@ Link = tuple[bool, int, int]
 
 
 def used_as_sent(graph: OpGraph) -> bool:
-    """Return True if each receive that is posted just before its use gets the message that it is for."""
+    """Return True if each receive that is posted just before its use gets its own message."""
     send = np.flatnonzero(graph.is_kind(SEND_KINDS) & (graph.match != NONE))
     receive = graph.match[send]
     same = (graph.work_item[send] == graph.work_item[receive]) & (graph.partner_stage(send) == graph.stage[receive])
@@ -295,9 +294,9 @@ def used_as_sent(graph: OpGraph) -> bool:
 
 
 def receives_as_sent(plan: PlanContext) -> tuple[Mapping[int, tuple[Op, ...]], ...]:
-    """By pipeline rank and place in its program: the computations whose inputs are received before the one there.
+    """By pipeline rank and index in its program: the computations whose inputs are received before this computation.
 
-    Places before which only that one's own input is received are left out.
+    Indices before which only the computation's own input is received are left out.
     """
     sent: dict[Link, list[Op]] = {}
     for rank, program in enumerate(plan.programs):
@@ -316,7 +315,7 @@ def _posts(
     for position, op in enumerate(plan.programs[rank]):
         link, user = input_link(plan, rank, op)
         if link is None or (link, user) not in send_index:
-            continue  # nothing comes from another rank, or nobody sends it: then the rules speak
+            continue  # nothing comes from another rank, or nobody sends it, which the rules report
         first, index = posted[link], send_index[link, user]
         posted[link] = max(first, index + 1)
         if first != index:
@@ -325,7 +324,7 @@ def _posts(
 
 
 def uses_of(plan: PlanContext, rank: int, op: Op) -> Iterator[tuple[Op, Link]]:
-    """The computation of another rank that needs what this one makes; backwards are all named B."""
+    """The computation of another rank that needs this one's output; backwards are all named B."""
     forward = op.kind is OpKind.FORWARD
     stage = op.stage + 1 if forward else op.stage - 1
     if op.kind is not OpKind.BACKWARD_WEIGHT and 0 <= stage < len(plan.owner):
@@ -336,7 +335,7 @@ def uses_of(plan: PlanContext, rank: int, op: Op) -> Iterator[tuple[Op, Link]]:
 
 
 def input_link(plan: PlanContext, rank: int, op: Op) -> tuple[Link | None, Op]:
-    """(where the input of a computation comes from, the computation as ``uses_of`` names it)."""
+    """(source of a computation's input, the computation as ``uses_of`` names it)."""
     forward = op.kind is OpKind.FORWARD
     stage = op.stage - 1 if forward else op.stage + 1
     kind = OpKind.FORWARD if forward else OpKind.BACKWARD
@@ -348,20 +347,20 @@ def input_link(plan: PlanContext, rank: int, op: Op) -> tuple[Link | None, Op]:
 
 
 _MessageKey = tuple[Time | float, int, int]
-"""Key of a message in the global order: the end of its computation, and the rank and place of that."""
+"""Key of a message in the global order: the end, the rank and the index of its computation."""
 
 _NEVER: _MessageKey = (inf, 0, 0)
 
 Posts = Mapping[int, tuple[Op, ...]]
-"""By place in a rank's program, the computations whose inputs are received before the one there."""
+"""By index in a rank's program, the computations whose inputs are received before that computation."""
 
 
 def early_receives(plan: PlanContext, most: int | None) -> tuple[Posts, ...]:
-    """By pipeline rank, the receives before each place, at most ``most`` computations ahead of their use (None: any).
+    """By pipeline rank, the receives before each index, at most ``most`` computations ahead of their use (None: any).
 
-    A pair that overlaps counts as one. Places before which only that one's own
-    input is received are left out, as in ``receives_as_sent``. Of a program
-    that never ends, which the rules speak of, receives are posted just in time.
+    An overlapping pair counts as one. Indices before which only the computation's
+    own input is received are left out, as in ``receives_as_sent``. In a program
+    that never ends, which the rules report, receives are posted just in time.
     """
     as_used = receives_as_sent(plan)
     try:
@@ -378,7 +377,7 @@ def early_receives(plan: PlanContext, most: int | None) -> tuple[Posts, ...]:
 
 
 class _Rank:
-    """The entries of one rank's program: computations one by one, those that overlap in twos."""
+    """The entries of one rank's program: single computations and overlapping pairs."""
 
     def __init__(
         self, plan: PlanContext, rank: int, sent: Mapping[int, _MessageKey], keys: Mapping[tuple[Link, Op], _MessageKey]
@@ -388,7 +387,7 @@ class _Rank:
         seconds = {position + 1 for position in plan.schedule.pairs_of(rank)}
         self._begins = [position for position in range(len(self._program)) if position not in seconds]
         self._sending: list[int] = []
-        """The entries that send, and below the key of the first message of each: in order, as time is."""
+        """The entries that send, and below the key of the first message of each, in order of time."""
         self._sent: list[_MessageKey] = []
         for entry, places in enumerate(self._entries()):
             key = min((sent[position] for position in places if position in sent), default=None)
@@ -401,7 +400,7 @@ class _Rank:
         return [range(begin, end) for begin, end in zip(self._begins, ends, strict=True)]
 
     def posts(self, as_used: Posts, most: int | None) -> Posts:
-        """The receives before each place; ``as_used`` has those of receives just in time."""
+        """The receives before each index; ``as_used`` has the receives that are just in time."""
         received_at: list[list[tuple[_MessageKey, Op]]] = [[] for _ in self._begins]
         for entry, places in enumerate(self._entries()):
             first = 0 if most is None else max(0, entry - most)
@@ -419,11 +418,11 @@ class _Rank:
         return posts
 
     def _own(self, places: Sequence[int]) -> tuple[Op, ...]:
-        """The computations of an entry that need something from another rank."""
+        """The computations of an entry with an input from another rank."""
         ops = [self._program[position] for position in places]
         return tuple(op for op in ops if input_link(self._plan, self._rank, op)[0] is not None)
 
     def _after_sends_before(self, key: _MessageKey) -> int:
-        """The first entry behind all sends of the rank that come earlier than a message."""
+        """The first entry after all sends of the rank that come earlier than a message."""
         earlier = bisect_left(self._sent, key)
         return self._sending[earlier - 1] + 1 if earlier else 0

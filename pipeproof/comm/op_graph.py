@@ -1,8 +1,8 @@
 """Lowering of a plan's context to its op graph, and the graph in which each rank of the mesh has rows of its own.
 
 Replicas along every axis but ``pp`` run the same programs on the same shapes. A plan is therefore lowered for one of
-them (*folded*): each rank of the graph represents all that share its coordinates on the other axes. Only along ``tp``
-may ranks differ, where a boundary changes its layout.
+them (*folded*): each rank of the graph represents all ranks that share its coordinate on ``pp``. Only along ``tp``
+may ranks differ, if a boundary changes its layout.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pipeproof.stages.describe.layer import Parameter
 
 
 class RankWriter:
-    """Uses the blocks of one rank, each written when it is first used.
+    """Writes the blocks of one rank, each when it is first used.
 
-    ``posts`` has for some places of the rank's program whose inputs are to be
-    received before the computation there; before any other one its own is.
-    ``turns`` is the cycle in which overlapped computations take turns; without
-    it each of them is whole.
+    ``posts`` has, for some indices of the rank's program, the computations whose
+    inputs are received before it; otherwise only its own is. ``turns`` is the
+    cycle in which overlapped computations alternate; without it each of them is
+    whole.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankWriter:
     def write(self, rows: Sequence[Row] | None, reduce_axes: Sequence[str]) -> None:
         """Append the rank's program.
 
-        ``rows`` are its computations where they have places in a file, or
+        ``rows`` are its computations if they have locations in a file, or
         overlap: then the two are in one batch.
         """
         step_end = self._rank.step_end
@@ -90,7 +90,7 @@ class RankWriter:
             self._late.append((wait, work_item, origin))
 
     def _use(self, rows: Sequence[Row], position: int) -> None:
-        """One computation, or two that overlap, from a place of the program on."""
+        """One computation, or two that overlap, from an index of the program on."""
         posts = [self._posts.get(position + i) for i in range(len(rows))]
         if len(rows) == 1 and posts[0] is None:
             self._use_one(rows[0].op, rows[0].origin)
@@ -114,7 +114,7 @@ class RankWriter:
                 self._late.append((wait, work_item, row.origin))
 
     def _receive(self, computed: Op, origin: int) -> None:
-        """Post the receives of what a computation needs, if it needs any."""
+        """Post the receives of a computation's inputs, if there are any."""
         work_item, work = self._work(computed)
         block = self._receives.get(work)
         if block is None:
@@ -153,7 +153,7 @@ class RankWriter:
 
 
 def _overlapping(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Computations one by one, those that overlap in twos."""
+    """Single computations and overlapping pairs."""
     pair: list[Row] = []
     for row in rows:
         pair.append(row)
@@ -193,7 +193,7 @@ def lower_context(plan: PlanContext) -> OpGraph:
 def unfold(plan: PlanContext, graph: OpGraph) -> OpGraph:
     """The graph of every rank of the mesh, from the folded one of the same plan.
 
-    A rank has the rows of the one that represents it, with its own peers and groups, and its own ranges where they
+    A rank has the rows of the rank that represents it, with its own peers and groups, and its own ranges if they
     move along ``tp``.
     """
     fold = _fold_axes(plan)
@@ -217,7 +217,7 @@ def _represented_by(plan: PlanContext, rank: int, fold: Sequence[str]) -> int:
 
 
 def _peers(plan: PlanContext, before: _Groups, fold: Sequence[str]) -> IntColumn:
-    """By rank of the mesh and rank of the folded graph: the rank that is that peer on the first one's replica."""
+    """By rank of the mesh and rank of the folded graph: the peer on the first rank's replica."""
     mesh = plan.mesh
     strides = {axis: mesh.rank(dict.fromkeys(mesh.axes, 0) | {axis: 1}) if mesh.size(axis) > 1 else 0 for axis in fold}
     own = [sum(mesh.coords(rank)[axis] * stride for axis, stride in strides.items()) for rank in range(mesh.num_ranks)]
@@ -240,7 +240,7 @@ class _Groups:
     """The ranks of a graph and their groups.
 
     ``ranks`` are global ranks, ``index`` has their numbers in the graph. ``by_axis`` has for each of them its groups by
-    axis, ``of_copies`` those with other holders of its stages or weights by their pipeline ranks.
+    axis, ``of_copies`` the groups with other holders of its stages or weights, by their pipeline ranks.
     """
 
     ranks: tuple[int, ...]
@@ -284,7 +284,7 @@ def _copy_holders(plan: PlanContext) -> list[tuple[int, ...]]:
 
 
 def _fold_axes(plan: PlanContext) -> tuple[str, ...]:
-    """Axes along which all ranks run alike; TP is not one of them if a boundary changes its layout."""
+    """Axes along which all ranks run the same rows; not TP if a boundary changes its layout."""
     varies = any(boundary.changes_layout for edge in plan.edges for members in edge.variants for boundary in members)
     return tuple(axis for axis in plan.mesh.axes if axis != "pp" and not (axis == "tp" and varies))
 

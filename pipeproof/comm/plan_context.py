@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 # --- Weights that several layers use: their ranks, and the stage with which a rank reduces and updates them ---
 # A tied head multiplies by the embedding's weight, and modules of multi-token
-# prediction may look tokens up in it. Pipeline ranks that hold one of their
-# stages hold the weight, each once. What a rank's stages add to its
-# gradient is added up on the rank, first of the first stage; then over the
+# prediction may look up tokens in it. Pipeline ranks that hold one of their
+# stages hold the weight, each once. The contributions of a rank's stages to its
+# gradient are added up on the rank, beginning with the first stage; then over the
 # ranks that hold it, in their order (a ``pp`` group, as Megatron-LM's embedding
-# group, arXiv:1909.08053); then over the data axes, as of any other weight.
+# group, arXiv:1909.08053); then over the data axes, as for any other weight.
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """``users`` has the stages that compute with a weight, for those that any layer borrows.
+    """``users`` has the stages that compute with a weight, for borrowed weights.
 
     ``holders`` are the pipeline ranks of each stage.
     """
@@ -50,7 +50,7 @@ class SharedWeights:
     def of_stage(self, stage: int, layers: Sequence[Layer], pp: int) -> tuple[Parameter, ...]:
         """The weights that a pipeline rank reduces and updates with a stage, in the model's order.
 
-        Not those that the stage borrows from one that the rank holds: they belong to that one.
+        Without weights that the stage borrows from another stage of the rank: they belong to that stage.
         """
         borrowed = dict.fromkeys(weight for layer in layers for weight in layer.borrowed)
         own = [weight for layer in layers for weight in layer.parameters]
@@ -75,14 +75,14 @@ class SharedWeights:
         return tuple(sorted({pp for user in users for pp in self.holders[user]}))
 
     def groups(self) -> Iterator[tuple[int, ...]]:
-        """The pipeline ranks that sum gradients with each other, for each sum that there is."""
+        """The pipeline ranks that sum gradients with each other, for each such sum."""
         for holders in (*self.holders, *(self.places(stages[0], name) for name, stages in self.users.items())):
             if len(holders) > 1:
                 yield holders
 
 
 def shared_weights(stages: Sequence[Sequence[Layer]], holders: Sequence[tuple[int, ...]]) -> SharedWeights:
-    """Of a model whose layers are given by stage."""
+    """Shared weights of a model whose layers are given by stage."""
     return SharedWeights(users_of_shared(stages), holders)
 
 
@@ -90,16 +90,16 @@ def shared_weights(stages: Sequence[Sequence[Layer]], holders: Sequence[tuple[in
 class PlanContext:
     """Everything that is derived from a plan except its op graph.
 
-    ``spec`` has given times: those of ``cost.analytic`` are computed.
+    ``spec`` has explicit times: ``cost.analytic`` times are already computed.
     ``boundary`` is the activation of the model; ``edges`` has the tensors
     between each two stages. ``schedule`` has the computations of each
-    pipeline rank. ``foreign`` is the schedule where it was not generated.
+    pipeline rank. ``foreign`` is the schedule if it was not generated.
     ``receives`` lists by pipeline rank the inputs that are not received just
     before their use; see ``receive_order``. ``links`` has the times of
-    messages and collectives; without, each message takes ``p2p_latency_us``
-    and collectives nothing. ``device`` is that of ``cost.analytic``.
-    ``part_shares`` are those of computations that take turns. ``direct`` are the edges past the next stage that are
-    not passed on.
+    messages and collectives; without it, each message takes ``p2p_latency_us``
+    and collectives nothing. ``device`` is the device of ``cost.analytic``.
+    ``part_shares`` are the shares of alternating computations' parts. ``direct`` are the edges past the next stage
+    that are not passed on.
     """
 
     spec: PlanSpec
@@ -169,7 +169,7 @@ class PlanContext:
     def owner(self) -> IntColumn:
         """The pipeline rank that computes each work item of each stage, shape [stages, work items].
 
-        That is the first holder of the stage for a work_item that none computes.
+        If no rank computes a work item, this is the first holder of the stage.
         """
         owner = np.array([ranks[0] if ranks else NONE for ranks in self.holders], dtype=np.int64)
         owner = np.repeat(owner[:, None], self.num_work_items, axis=1)
@@ -180,7 +180,7 @@ class PlanContext:
         return owner
 
     def receivers(self, edge: DirectEdge) -> tuple[int, ...]:
-        """The consumers that a direct edge is sent to: the first on each other rank, for all of the rank."""
+        """The consumers that get a direct edge's message: the first on each other rank, for all of that rank."""
         own, *_ = self.holders[edge.producer]
         first = {self.holders[stage][0]: stage for stage in reversed(edge.consumers)}
         return tuple(sorted(stage for rank, stage in first.items() if rank != own))
@@ -215,7 +215,7 @@ class PlanContext:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A grid of ranks; ``axes`` from fastest to slowest in the global rank, ``sizes`` alike.
+    """A grid of ranks; ``axes`` and ``sizes`` from fastest to slowest in the global rank.
 
     With ``axes = (tp, dp, pp)`` and ``sizes = (2, 1, 4)`` global rank 5 is
     ``tp 1, dp 0, pp 2``.
@@ -248,13 +248,13 @@ class Mesh:
         return result
 
     def ranks(self, folded: Collection[str] = ()) -> tuple[int, ...]:
-        """The global ranks in order; of ``folded`` axes only those at 0, without a look at the others."""
+        """The global ranks in order; only coordinate 0 on ``folded`` axes, without enumerating the others."""
         axes = tuple(reversed(self.axes))
         sizes = (1 if axis in folded else self.size(axis) for axis in axes)
         return tuple(self.rank(dict(zip(axes, point, strict=True))) for point in product(*map(range, sizes)))
 
     def groups(self, axis: str, folded: Collection[str] = ()) -> Iterator[Group]:
-        """The groups along ``axis``: members differ in that coordinate only, in order; ``folded`` as of ``ranks``."""
+        """The groups along ``axis``: members differ in that coordinate only, in order; ``folded``: see ``ranks``."""
         others = [a for a in self.axes if a != axis]
         ranges = [range(1 if a in folded else self.size(a)) for a in reversed(others)]
         along = range(1 if axis in folded else self.size(axis))
@@ -263,17 +263,17 @@ class Mesh:
             yield Group(axis, tuple(self.rank({**fixed, axis: i}) for i in along))
 
 
-# The tensors at the ends of stages, which transfers carry: one for each side, direction, size and member.
+# The tensors at the ends of stages, which transfers carry: one for each end, direction, size and member.
 #
 # A plan may pack the members of an edge into one message: then they are one tensor, a vector of their bytes.
 
 
 PACKED = -1
-"""In place of a member: the packed message of all that cross in its direction."""
+"""In place of a member: the packed message of all members in its direction."""
 
 
 def is_packed(members: Sequence[Boundary], transport: TransportSpec, *, gradient: bool) -> bool:
-    """Return True if the members of an edge, or their gradients, are one packed message: where they are several."""
+    """Return True if the members of an edge, or their gradients, are one packed message: if there are several."""
     num_crossing = sum(member.has_gradient for member in members) if gradient else len(members)
     return transport.messages == "packed" and num_crossing > 1
 
@@ -293,7 +293,7 @@ def _packed_name(members: Iterable[str]) -> str:
 class BoundaryTensors:
     """The tensors at the stages' ends, and the index of each by (``input_grad``, stage, variant, member).
 
-    Of a direct edge the key is (``input_grad``, edge, stage at the other end, variant): an ``output`` has NONE there.
+    For a direct edge the key is (``input_grad``, edge, stage at the other end, variant); an ``output`` has NONE there.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -309,8 +309,8 @@ def tensors_of(
 ) -> BoundaryTensors:  # fmt: skip
     """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches.
 
-    After them those of direct edges, and for each dtype that only collectives of ``layers`` have, the largest tensor
-    that they move. ``num_loads`` numbers are summed at the end of the step for each router.
+    After them come the tensors of direct edges, and for each dtype that only collectives of ``layers`` have, their
+    largest tensor. ``num_loads`` numbers are summed at the end of the step for each router.
     """
     specs: list[TensorSpec] = []
     index: dict[tuple[str, int, int, int], int] = {}
@@ -366,7 +366,7 @@ def _direct_tensors(
 def edge_position(edges: Sequence[Edge], direct: Sequence[DirectEdge], number: int, stage: int) -> int:
     """The position of a direct edge among the outputs of its producer, or among the inputs of a consumer.
 
-    They come behind the members of the boundary, in the order of the edges.
+    They come after the members of the boundary, in the order of the edges.
     """
     is_made = direct[number].producer == stage
     before = [edge for edge in direct[:number] if (stage == edge.producer if is_made else stage in edge.consumers)]

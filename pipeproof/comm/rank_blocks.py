@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeproof.schedule.turns import SideTurn
 
 EXPERTS_QUEUE = "ep"
-"""The queue of the collectives over ``ep`` of computations that take turns."""
+"""The queue of the collectives over ``ep`` of alternating computations."""
 
 _CHILD_KIND = {
     CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
@@ -47,7 +47,7 @@ _CHILD_KIND = {
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Content of one send or receive of an operation: a range of a tensor, to or from a TP rank of the other side."""
+    """Content of one send or receive of an operation: a range of a tensor, to or from a TP rank at the other end."""
 
     tensor: int
     start: int
@@ -60,7 +60,7 @@ _INPUT_BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})
 
 
 def _communicator(op: Op) -> str:
-    """The communicator of a direct edge's transfer, which two stages have for themselves in each direction."""
+    """The communicator of a direct edge's transfer: one for each pair of stages and direction."""
     if op.index is None:
         return ""
     return f"{op.stage}>{op.index}" if op.kind in SEND_KINDS else f"{op.index}>{op.stage}"
@@ -83,7 +83,7 @@ class Work(NamedTuple):
 class RankBlocks:
     """Writes the program of the rank at ``coords``; ``graph_rank`` finds peers.
 
-    ``groups`` are the rank's own by axis, ``copies`` those with other holders
+    ``groups`` are the rank's own by axis, ``copies`` the groups with other holders
     of its stages or weights, by their pipeline ranks. With ``fold_tp`` the rank
     represents all its TP ranks, and ranges move by their ``shift`` from one to the next.
     """
@@ -119,9 +119,9 @@ class RankBlocks:
     def given(self, rows: Iterable[Row], reduce_axes: Sequence[str]) -> Iterator[Row]:
         """The rows of a program with its own communication; fields that it leaves open are filled in.
 
-        That is the tensors and ranges of its transfers, slices and gathers
-        where the transport has them, the collectives below computations, and
-        reductions and the optimizer where the program has no STEP.
+        These are the tensors and ranges of its transfers, slices and gathers
+        if the transport has them, the collectives below computations, and
+        reductions and the optimizer if the program has no STEP.
         """
         has_step = False
         with_tensors = {row.op for row in rows if row.tensor != NONE}  # they have a row and a wait for each tensor
@@ -159,12 +159,12 @@ class RankBlocks:
                           shift=filled.shift, communicator=row.communicator or filled.communicator)  # fmt: skip
 
     def before(self, work: Work, batch: int) -> Iterator[Row]:
-        """Receiving what a computation needs just in time."""
+        """The receives of a computation's inputs, just in time."""
         yield from self.receive(work, batch)
         yield from self.ready(work, batch)
 
     def receive(self, work: Work, batch: int) -> Iterator[Row]:
-        """Posting the receives of what a computation needs from another rank."""
+        """The posted receives of a computation's inputs from other ranks."""
         for receive, source in self._receives_of(work, batch):
             messages = self._messages(receive, work.variant)
             for shape in (shapes := [*self._shapes(receive, messages, source)]):
@@ -185,9 +185,9 @@ class RankBlocks:
                 yield from self.wait(send, work.variant)
 
     def _receives_of(self, work: Work, batch: int) -> list[tuple[Op, int]]:
-        """The receives of what a computation needs, with the pipeline rank that sends it; none of what the rank has.
+        """The receives of a computation's inputs, with the pipeline rank that sends each; none for inputs on the rank.
 
-        A W reads what F and I kept.
+        A W reads the activations that F and I kept.
         """
         if work.kind is OpKind.FORWARD:
             return self._transfers(OpKind.RECV_FORWARD, work.stage, batch, work.before)
@@ -202,7 +202,7 @@ class RankBlocks:
         yield from self._children(op, work.variant)
 
     def take_turns(self, works: Sequence[Work], batches: Sequence[int], order: Sequence[Side]) -> Iterator[Row]:
-        """A forward and a backward that take turns at the overlap points of each, in the cycle ``order``.
+        """A forward and a backward that alternate at the overlap points of each, in the cycle ``order``.
 
         The two computations come first, as containers of their parts and collectives, and take no time themselves.
         """
@@ -238,7 +238,7 @@ class RankBlocks:
         return turns_of_side([Row(part_of(op, index, OpKind.PART)) for index in range(len(cuts) + 1)], cuts)
 
     def after(self, work: Work, batch: int) -> Iterator[Row]:
-        """Sending the output of a computation."""
+        """The sends of a computation's output."""
         for send, receiver in self.sends_of(work, batch):
             messages = self._messages(send, work.variant)
             yield from self._shapes(send, messages, receiver)
@@ -248,7 +248,7 @@ class RankBlocks:
             yield from self._release(send, work.variant, "after_send_posted")
 
     def wait(self, send: Op, variant: int) -> Iterator[Row]:
-        """Waiting until a send has been taken, and the messages with its shapes."""
+        """The waits for a send, and for the messages with its shapes."""
         messages = self._messages(send, variant)
         for shape in self._shapes(send, messages, NONE):
             yield Row(wait_for(shape.op))
@@ -257,7 +257,7 @@ class RankBlocks:
         yield from self._release(send, variant, "after_send_done")
 
     def sends_of(self, work: Work, batch: int) -> list[tuple[Op, int]]:
-        """The sends that hand on what a computation makes, with the pipeline rank that receives it."""
+        """The sends of a computation's output, with the pipeline rank that receives it."""
         if work.kind is OpKind.FORWARD:
             return self._transfers(OpKind.SEND_FORWARD, work.stage, batch, work.after)
         if work.kind is OpKind.BACKWARD_WEIGHT:
@@ -267,7 +267,7 @@ class RankBlocks:
     def _transfers(self, kind: OpKind, stage: int, batch: int, neighbour: int) -> list[tuple[Op, int]]:
         """The transfers of a kind around a computation: to or from the next stage, then past it by direct edges.
 
-        Gradients come in the order in which they are added: from the last consumer to the first.
+        Gradients arrive in the order in which they are added: from the last consumer to the first.
         """
         neighbours = [(Op(kind, stage, batch), neighbour)] if self._is_elsewhere(neighbour) else []
         others = {other for _, other in self._direct(kind, stage)} if self._plan.direct else ()
@@ -295,7 +295,7 @@ class RankBlocks:
         return self._forward_only or not send.is_forward
 
     def work_item(self, op: Op) -> int:
-        """The work item that a computation or transfer is of."""
+        """The work item of a computation or transfer."""
         return work_item_of(op, self._plan.num_splits)
 
     def variant(self, work_item: int) -> int:
@@ -382,7 +382,7 @@ class RankBlocks:
         )
 
     def _shapes(self, transfer: Op, messages: Iterable[_Message], pp: int) -> Iterator[Row]:
-        """The messages with the shapes of a transfer, where the plan exchanges shapes; without ``pp`` to nobody."""
+        """The messages with the shapes of a transfer, if the plan exchanges shapes; without ``pp`` to nobody."""
         if self._plan.spec.transport.shape_exchange == "per_message":
             op = transfer._replace(kind=META_OF[transfer.kind])
             for message in messages:
@@ -417,10 +417,10 @@ class RankBlocks:
         return self._issued(op, self._collectives(op, variant))
 
     def _collectives(self, op: Op, variant: int) -> list[Collective]:
-        """Those inside a computation; their sizes go with the tokens of the micro-batch."""
+        """The collectives inside a computation; their sizes are proportional to the tokens of the micro-batch."""
         spec = self._plan.spec
         length = spec.model.seq_length
-        full = length * spec.schedule.micro_batch_size  # what the layers are described for
+        full = length * spec.schedule.micro_batch_size  # the size for which layers are described
         num_tokens = self._plan.sizes[variant].num_tokens
         layers = self._plan.layers_of(op.stage)
         if op.kind is OpKind.FORWARD:
@@ -437,7 +437,7 @@ class RankBlocks:
     def _issued(self, parent: Op, collectives: Iterable[Collective]) -> Iterator[Row]:
         for index, collective in enumerate(collectives):
             child = child_of(parent, index, _CHILD_KIND[collective.kind], collective.axis)
-            if collective.axis == "pp":  # over those that hold the weight that the label names
+            if collective.axis == "pp":  # over the holders of the weight that the label names
                 group = self._copies[self._plan.shared_weights.places(parent.stage, collective.label)]
             else:
                 group = self._groups[collective.axis]

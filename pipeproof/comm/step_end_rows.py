@@ -1,13 +1,12 @@
 """Rows for the weights of a rank's stages: sum their gradients, clip, step, gather the updated shards.
 
 With ``schedule.reduce_gradients: at_end`` sums come after all computations.
-With ``when_ready`` the sums of a stage come right after the computation that
-adds last to its gradients, on a queue of their own, concurrently with later
-computations; the rank waits for them at the end. A stage that holds a weight
-of which another pipeline rank has a copy (DualPipe, a tied embedding) is
-summed at the end in any case: the ranks of that sum come to it in the order
-of stages there, and would come to it in unlike orders where each goes by its
-own program.
+With ``when_ready`` the sums of a stage come right after the last computation
+that adds to its gradients, on a queue of their own, concurrently with later
+computations; the rank waits for them at the end. If another pipeline rank has a
+copy of a weight of the stage (DualPipe, a tied embedding), the stage is summed
+at the end in any case: the ranks of that sum join it in the order of stages
+then, but would join it in different orders if each followed its own program.
 
 With ``memory.shard_optimizer: dp`` sums over dp are reduce-scatters, each dp
 rank steps with its share of each weight (``stages.describe.stage_memory``), and the
@@ -15,14 +14,14 @@ shares are gathered.
 
 The norm of all gradients for ``run.clip_norm``: the weights that each rank counts, and the axes of the sum.
 
-After the gradients' own sums each rank squares and adds what it holds, weight
+After the gradients' own sums each rank adds the squares of its gradients, weight
 by weight, into a vector with one entry for each weight of the model, in the
 model's order. Each element of each gradient counts on one rank: ranks that
-hold different parts count them all, of ranks with equal parts, or copies of
-one weight, the first does. All-reduces over ``tp``, ``ep`` and ``pp`` make the
-vector whole everywhere; ``dp`` and ``cp`` ranks have equal gradients by then,
-unless the optimizer is sharded: then each dp rank has its share of every sum,
-and counts that, and the vector is summed over ``dp`` first.
+hold different parts count them all; among ranks with equal parts, or copies of
+one weight, only the first counts. All-reduces over ``tp``, ``ep`` and ``pp``
+complete the vector on all ranks; ``dp`` and ``cp`` ranks have equal gradients
+by then. With a sharded optimizer each dp rank counts its share of every sum,
+and the vector is summed over ``dp`` first.
 The norm is the root of the vector's sum, entry by entry: the stage of a weight
 changes no bit of it.
 
@@ -58,7 +57,7 @@ def num_loads(plan: PlanSpec) -> int:
 
 
 def load_sums(plan: PlanContext, stage: int, axis: str) -> tuple[Collective, ...]:
-    """The sums over an axis below the ``REDUCE_GRAD`` of a stage, router by router, after those of its weights."""
+    """The sums over an axis below the ``REDUCE_GRAD`` of a stage, router by router, after the sums of its weights."""
     num = num_loads(plan.spec)
     is_owed = axis in TOKEN_AXES or (axis == "pp" and len(plan.holders[stage]) > 1)
     names = routers(plan.layers_of(stage)) if num and is_owed else ()
@@ -104,9 +103,9 @@ _ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
 
 
 class StepEnd:
-    """The rows of the rank at ``coords``; ``reduce_axes`` are those of gradients, in order.
+    """The rows of the rank at ``coords``; ``reduce_axes`` are the axes of gradient sums, in order.
 
-    ``groups`` and ``copies`` are as of ``RankBlocks``; ``issued`` writes the collectives below an operation.
+    ``groups`` and ``copies``: see ``RankBlocks``; ``issued`` writes the collectives below an operation.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class StepEnd:
 
     @cached_property
     def _stages(self) -> list[int]:
-        """The stages of the rank; none where no gradient is made."""
+        """The stages of the rank; none if no gradient is made."""
         program = self._plan.programs[self._coords["pp"]]
         is_training = any(op.kind is not OpKind.FORWARD for op in program)
         return sorted({op.stage for op in program}) if is_training else []
@@ -152,17 +151,17 @@ class StepEnd:
             yield from self._reduce(stage, reduce_axes, GRADIENTS_QUEUE)
 
     def updates(self, reduce_axes: Sequence[str]) -> Iterator[list[Row]]:
-        """The end of the step, stage by stage; nothing where no gradient is made.
+        """The end of the step, stage by stage; nothing if no gradient is made.
 
         Operations for all stages come between the sums of all and the first step. Stages whose sums are under way
-        come first, in the order of these.
+        come first, in the order of the sums.
         """
         concurrent = [stage for stages in self.ready_behind(reduce_axes).values() for stage in stages]
         in_order = [*concurrent, *(stage for stage in self._stages if stage not in concurrent)]
         if self._plan.spec.run.clip_norm is None:
             for stage in in_order:
                 yield [*self._summed(stage, reduce_axes, concurrent), *self._step(stage)]
-        elif in_order:  # the norm is of all gradients, when they are whole
+        elif in_order:  # the norm needs all gradients complete
             for stage in in_order:
                 yield list(self._summed(stage, reduce_axes, concurrent))
             yield list(self._norm(self._stages[0]))
@@ -170,7 +169,7 @@ class StepEnd:
                 yield list(self._step(stage))
 
     def given(self, reduced: Iterable[int], reduce_axes: Sequence[str]) -> Iterator[Row]:
-        """The end of the step of a program that has its own communication, which sums what is of stages ``reduced``."""
+        """The end of the step of a program that has its own communication, which sums stages ``reduced``."""
         for stage in self._stages:
             yield from () if stage in reduced else self.reduce(stage, reduce_axes)
             yield from self._step(stage)
@@ -199,7 +198,7 @@ class StepEnd:
                 yield replace(row, queue=queue)
 
     def _reduction(self, axis: str, weight: Parameter) -> Collective:
-        """The sum of one weight's gradient; over dp each rank of a sharded optimizer needs its share alone."""
+        """The sum of one weight's gradient; over dp each rank of a sharded optimizer needs only its share."""
         if axis == "dp" and self._shares > 1:
             numel = self._shares * shard_numel(self._numel(weight), self._shares)
             return Collective(CollectiveKind.REDUCE_SCATTER, axis, numel, weight.name)
@@ -209,14 +208,14 @@ class StepEnd:
         return prod(weight.local_shape({name: self._plan.mesh.size(name) for name in ("tp", "ep")}))
 
     def _summed(self, stage: int, reduce_axes: Sequence[str], concurrent: Iterable[int]) -> Iterator[Row]:
-        """The sums of a stage, or waiting for those that were issued before: for the last, as they are in order."""
+        """The sums of a stage, or the wait for earlier issued sums: for the last one, because they are in order."""
         if stage in concurrent:
             yield Row(wait_for(Op(OpKind.REDUCE_GRAD, stage, axis=reduce_axes[-1])))
         else:
             yield from self.reduce(stage, reduce_axes)
 
     def _norm(self, stage: int) -> Iterator[Row]:
-        """Making the squared norms of all gradients whole, in the name of the rank's first stage."""
+        """The sums of the squared norms of all gradients, as rows of the rank's first stage."""
         for axis in norm_axes(self._plan):
             all_pp = tuple(range(self._plan.mesh.size("pp")))
             group = self._copies[all_pp] if axis == "pp" else self._groups[axis]

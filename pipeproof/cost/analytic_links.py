@@ -1,7 +1,7 @@
 """Times of the messages and collectives of a plan's stages, on the slowest of their links.
 
-These are the times that a stage includes, and the latency that schedules are
-made for. ``network_times`` has the formulas, and the times of single places.
+These are the times that a stage includes, and the latency for which schedules
+are made. ``network_times`` has the formulas, and the times of single groups.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Links:
         return self._shapes[axis]
 
     def collective_bytes(self, collective: Collective, item_bytes: int) -> Fraction:
-        """Bytes that each rank sends to other ranks; node-limited routing changes the time alone."""
+        """Bytes that each rank sends to other ranks; node-limited routing changes only the time."""
         num_ranks: int = getattr(self.plan.topology, collective.axis)
-        whole = Fraction(collective.numel * collective.item_bytes(item_bytes))  # all enter with this, but into a gather
+        whole = Fraction(collective.numel * collective.item_bytes(item_bytes))  # each rank's input
         if collective.kind is CollectiveKind.ALL_GATHER:
             whole *= num_ranks
         rounds = 2 if collective.kind is CollectiveKind.ALL_REDUCE else 1
@@ -81,7 +81,7 @@ class Links:
         return max(self.network.collective_us(kind, shape, num_bytes) for shape in self.shapes(collective.axis))
 
     def message_us(self, boundaries: Iterable[Boundary], transport: str) -> Fraction:
-        """Time from a stage's ranks to those of the next: their tensors one after the other, gathers included."""
+        """Time from a stage's ranks to the ranks of the next: their tensors one after the other, gathers included."""
         if self.plan.transport.messages == "packed":
             return self._slowest_us(sum(message_sizes(boundaries, transport, packed=True)))
         return sum((self._one_message_us(boundary, transport) for boundary in boundaries), Fraction(0))
@@ -117,7 +117,7 @@ def message_sizes(boundaries: Iterable[Boundary], transport: str, *, packed: boo
 
 
 def message_bytes(boundary: Boundary, transport: str) -> int:
-    """Bytes that each rank of a stage sends of one tensor: the most of any, where ranks differ."""
+    """Bytes that each rank of a stage sends of one tensor: the maximum, if ranks differ."""
     item_bytes = dtype_bytes(boundary.dtype)
     if boundary.changes_layout:
         by_sender = Counter[int]()

@@ -5,10 +5,10 @@ by the share of peak and of bandwidth that the plan states (Williams et al.,
 Roofline: an insightful visual performance model, 2009). Operations follow one
 another, and so do the collectives inside layers, except over the axes of
 ``overlap``. A phase takes the longer of this time and the host's. W has no
-collectives: what it needs was gathered for F.
+collectives: its inputs were gathered for F.
 
-The arithmetic is exact; each time is rounded once, to ``GRID_US``, those of
-collectives up, before they are added.
+The arithmetic is exact; each time is rounded once, to ``GRID_US`` (times of
+collectives up), before they are added.
 """
 
 from __future__ import annotations
@@ -87,20 +87,20 @@ _REPLAYED_NAMES: Mapping[str, tuple[str, ...]] = {
     "attention": ("attn_norm", "attn."),
     "router": ("mlp_norm", "mlp.router", "mlp.scores", "mlp.shared."),
 }
-"""Beginnings of the names of operations that the replay of a part starts, of ``replayed``."""
+"""Prefixes of the names of operations that the replay of a part in ``replayed`` starts."""
 
 _OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
-"""Schedules in which a forward and a backward may run side by side."""
+"""Schedules in which a forward and a backward may run in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """One phase of a stage or layer, for one micro-batch: its work, and where its time goes, in microseconds.
+    """One phase of a stage or layer, for one micro-batch: its work, and its times in microseconds.
 
-    ``compute_us`` is of the operations that their FLOPs bound, ``memory_us``
-    of those that their bytes bound, ``links_us`` of collectives. ``host_us``
-    is what the host takes to start them, meanwhile, and ``copies_us`` what the
-    copies of activations to or from host memory take.
+    ``compute_us`` is the time of operations bound by FLOPs, ``memory_us``
+    of operations bound by bytes, ``links_us`` of collectives. ``host_us``
+    is the concurrent time of the host to start them, and ``copies_us`` the
+    time of copies of activations to or from host memory.
     """
 
     flops: Fraction = _ZERO
@@ -134,7 +134,7 @@ _PARTS = attrgetter(*(field.name for field in fields(PhaseTime)))
 
 
 class FlatShares(NamedTuple):
-    """Shares of peak and bandwidth for all sizes; None where measured curves count."""
+    """Shares of peak and bandwidth for all sizes; None if measured curves are used."""
 
     products: float | None
     attention: float | None
@@ -145,8 +145,8 @@ class FlatShares(NamedTuple):
 class AnalyticCosts:
     """Times of a plan's stages on the device that ``cost.analytic`` names.
 
-    Of micro-batches and splits of several sizes, the one with most tokens
-    counts. A split is the mean one: causal attention gives later ones more.
+    If micro-batches and splits differ in size, the one with most tokens
+    counts. A split is an average one: causal attention gives later ones more.
     """
 
     def __init__(self, plan: PlanSpec, analytic: AnalyticSpec) -> None:
@@ -169,7 +169,7 @@ class AnalyticCosts:
         network = Network.of_device(analytic, self.device, plan.cost.network, curves)
         self.links = Links(self._plan, network.routed(plan.model.moe, by_node=analytic.exchange == "by_node"))
         self.size: MicroBatchSize = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
-        """The work item that counts: a micro-batch or a split of one."""
+        """The largest work item: a micro-batch or a split."""
         self.num_splits = plan.schedule.num_sequence_splits
 
     @cached_property
@@ -197,7 +197,7 @@ class AnalyticCosts:
         return launches * self._operation_us + (exact(self.analytic.input_us) / self.num_splits if reads else _ZERO)
 
     def _copies_us(self, names: Sequence[str]) -> Fraction:
-        """Time in which the offloaded blocks of a stage are copied to host memory, or back, for a micro-batch."""
+        """Time to copy the offloaded blocks of a stage to host memory, or back, for a micro-batch."""
         offloaded = offloaded_blocks(self._plan, names)
         num_bytes = sum((copied_bytes(self._plan, name, self.size) for name in offloaded), _ZERO)
         return self.num_splits * num_bytes / (exact(self.host_bandwidth) * 1000)
@@ -246,12 +246,12 @@ class AnalyticCosts:
         return tuple({**times, Phase.INPUT: times[Phase.INPUT] + time} for time in again)
 
     def _with_collectives(self, time: PhaseTime, calls: Iterable[Collective], item_bytes: int) -> PhaseTime:
-        """Add a layer's collectives to the time of its operations, without what ``overlap`` hides.
+        """Add a layer's collectives to the time of its operations, without the time that ``overlap`` hides.
 
-        A collective over tp is cut into one part for each tp rank. Its first part has nothing to hide behind, nor has
-        what the products do not cover (Wang et al., Overlap communication with dependent computation via decomposition,
+        A collective over tp is cut into one part for each tp rank. Not hidden are its first part, and the time that the
+        products do not cover (Wang et al., Overlap communication with dependent computation via decomposition,
         ASPLOS 2023). Exchanges over ep hide behind the operations of another micro-batch, which take
-        the time of those of this one.
+        the same time as this micro-batch's.
         """
         total, over = time, dict.fromkeys(("tp", "ep"), _ZERO)
         for call in calls:
@@ -268,7 +268,7 @@ class AnalyticCosts:
     ) -> PhaseTime:
         """Time of the recomputation in a block's backward: forwards of modules, or all of the ``forward``.
 
-        ``works`` are those of each operation.
+        ``works`` has the work of each operation.
         """
         if recompute == "full":
             return forward
@@ -293,7 +293,7 @@ class AnalyticCosts:
     def _hide_backward(
         self, times: dict[Phase, PhaseTime], layer: Layer, entered: Iterable[Work], item_bytes: int
     ) -> None:
-        """Take from I and W what the products that gathered tensors enter hide of the backward's collectives.
+        """Subtract from I and W the time of the backward's collectives that products of gathered tensors hide.
 
         The gather for a weight's gradient runs next to the product for the input's gradient, and the sum of the latter
         next to the product for the weight's gradient (``LinearWithGradAccumulationAndAsyncCommunication.backward`` of
@@ -323,7 +323,7 @@ class AnalyticCosts:
 
     @cached_property
     def updates(self) -> tuple[Fraction, ...]:
-        """By global stage, the microseconds of the optimizer's step, not rounded: its bytes, and nothing else."""
+        """By global stage, the microseconds of the optimizer's step, not rounded: only its bytes count."""
         layers = {layer.name: layer for layer in describe_gpt(self._plan)}
         lends = ends_share_ranks(self._plan)  # to a tied head: then it has no copy
         states = []
@@ -339,7 +339,7 @@ class AnalyticCosts:
         """One operation: bound by its FLOPs or by its bytes, with the casts for it and the end of a weight gradient.
 
         A product adds to a weight gradient tile by tile when it is done with the tile, which nothing hides. The start
-        of a product is part of its curve; other operations take ``elementwise_us`` to start, each kernel of them.
+        of a product is part of its curve; other operations take ``elementwise_us`` to start each kernel.
         """
         curve, host = self._curve(work), self._host_us_of(work)
         if curve is None or work.shape is None:
@@ -350,7 +350,7 @@ class AnalyticCosts:
                 compute *= 1 + exact(curve.gradient_slowdown)
         cast = _CAST_BYTES * work.cast if work.narrow and self.analytic.matmul_dtype is not None else _ZERO
         if self.analytic.matmul_efficiency is not None:
-            cast = _ZERO  # the share of the plan includes all of that
+            cast = _ZERO  # the plan's share includes all of this
         memory, extra = self._moved_us(work.num_bytes - added), self._moved_us(added + cast)
         if work.unit is not ComputeUnit.MATMUL:
             extra += work.launches * self._start_us
@@ -359,7 +359,7 @@ class AnalyticCosts:
 
     @cached_property
     def shares(self) -> FlatShares:
-        """The shares of the data sheet that count for all sizes alike."""
+        """The shares of the data sheet that apply to all sizes."""
         spec, table = self.analytic, self.table
         dtypes = () if table is None else [curve.dtype for curve in table.products]
         measured = (spec.matmul_dtype or self.dtype) in dtypes
@@ -381,18 +381,18 @@ class AnalyticCosts:
         return sum(firsts[part] in names for part in self.analytic.replayed)
 
     def _host_us_of(self, work: Work) -> Fraction:
-        """Time of the host for one operation; none for one of a part that is replayed."""
+        """Time of the host for one operation; none if its part is replayed."""
         if self._replayed and work.name.startswith(self._replayed):
             return _ZERO
         return work.launches * self._operation_us + (self._fill_us if work.launches else _ZERO)
 
     @cached_property
     def overlapped(self) -> tuple[Fraction, ...] | None:
-        """By stage of the forward, a forward and a backward side by side, not rounded; None where none are.
+        """By stage of the forward, a forward and a backward in parallel, not rounded; None if there are none.
 
         They share the chip and the links, and each one's collectives hide
-        behind the other's computation. The backward is that of the stage
-        opposite, as in DualPipe; in an order of one's own, of any stage.
+        behind the other's computation. The backward belongs to the opposite
+        stage, as in DualPipe; in your own order, to any stage.
         """
         kind, num_stages = self._plan.schedule.kind, len(self.stages)
         if kind not in _OVERLAPPING or self._plan.turns is not None:  # then parts have the times
@@ -423,13 +423,13 @@ class AnalyticCosts:
         return max(both.host_us, min(together, first.us + second.us))
 
     def resolved(self, p2p: str) -> CostSpec:
-        """The same as given times; every edge has the latency of the slowest.
+        """The costs as given times; every edge has the latency of the slowest.
 
         Raises:
             BadPlanAtError: PP106, a time is longer than a plan may have.
         """
         phases = {phase: [rounded(stage[phase].us) for stage in self.stages] for phase in Phase}
-        forward = [max(time, GRID_US) for time in phases[Phase.FORWARD]]  # what is there takes some time
+        forward = [max(time, GRID_US) for time in phases[Phase.FORWARD]]  # every stage takes some time
         latency = rounded(max(self.links.messages(), default=_ZERO))
         overlapped = None if self.overlapped is None else [*map(rounded, self.overlapped)]
         a_step = exact(self.analytic.step_us) * self._plan.topology.pp / len(self.stages)  # a rank has several stages
@@ -454,14 +454,14 @@ class AnalyticCosts:
         )
 
     def _curve(self, work: Work) -> ProductCurve | None:
-        """The measured curve of a product; None if the plan has a share, or where there is no curve of the type."""
+        """The measured curve of a product; None if the plan has a share, or there is no curve of the type."""
         if self.table is None or work.unit is not ComputeUnit.MATMUL or self.analytic.matmul_efficiency is not None:
             return None
         narrow = self.analytic.matmul_dtype if work.narrow else None
         return next((curve for curve in self.table.products if curve.dtype == (narrow or self.dtype)), None)
 
     def _peak(self, work: Work) -> float:
-        """TFLOP/s: products at the peak of their type, all else at that of float32."""
+        """TFLOP/s: products at the peak of their type, other operations at the float32 peak."""
         if work.unit is ComputeUnit.VECTOR:
             return self.device.float32
         if work.narrow and self.analytic.matmul_dtype is not None:
@@ -483,9 +483,9 @@ class AnalyticCosts:
         return peak * attention_share(self.table.attention, work.shape.columns, is_forward=is_forward)
 
     def _few_blocks(self) -> PlanSpec:
-        """The plan with one block of each kind at least: those of a kind are alike."""
+        """The plan with at least one block of each kind: blocks of a kind have equal times."""
         model = self._plan.gpt
-        if model.hyper_connections is not None:  # its ends are of kinds of their own
+        if model.hyper_connections is not None:  # its ends have kinds of their own
             return self._plan
         few = model.model_copy(update={"num_layers": model.num_blocks_of_each_kind})
         return self._plan.model_copy(update={"model": few})

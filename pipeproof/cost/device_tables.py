@@ -3,7 +3,7 @@
 Products and collectives of H100, H200 and B200 are fits to the tables of ai-dynamo/aiconfigurator (systems data,
 Apache-2.0; TensorRT-LLM 1.3.0rc20, NCCL 2.29.2) by ``benchmarks/fit_device_tables.py``, which prints these rows and
 their residuals: in the median 3 to 6 % of products from 256 x 256 x 256 on, and 2 to 8 % of collectives. Other devices
-have the curves of a measured one, which ``source`` names. ``docs/costs.md`` lists what the rest was chosen from.
+have the curves of a measured one, which ``source`` names. ``docs/costs.md`` has the sources of all other figures.
 
 A product [m, k] x [k, n] takes ``start_us`` and 2 (m n + spare elements) (k + spare inner) FLOPs at its share of peak.
 Tiles of the result are spread over the processors of the chip: in the mean the last wave lacks the spare elements (tile
@@ -102,15 +102,15 @@ _COLLECTIVES: Mapping[str, tuple[tuple[CollectiveType, int, float, float, float,
 }  # fmt: skip
 """(kind, ranks, latency in us, ramp in us, bytes of the ramp, bandwidth in GB/s), as in ``CollectiveCurve``.
 
-Bandwidth is that of the bytes of a ring. An all-reduce of 8 ranks passes that of the links: switches add (NVLS)."""
+Bandwidth is for the bytes of a ring. An all-reduce of 8 ranks exceeds the links' bandwidth: switches add (NVLS)."""
 
 _HOPPER = AttentionCurve(forward=0.6, backward=0.49, spare_keys=256)
 """H200 at 8,192 tokens: 0.58 and 0.50 of peak, and 0.52 and 0.46 (``docs/costs.md``); H800 at 4,096 in the DeepSeek
 profile (deepseek-ai/profile-data): 0.56 and 0.43."""
 
 _GRADIENT_SLOWDOWN = {"h100": 0.05, "h200": 0.05}
-"""Of products in ``float8`` for gradients: the tables are of inference, with fast accumulation, which training has in
-forward alone. Six products of a block of Llama 3.1 405B on one H100 take 4.90 and 4.65 ms
+"""For products in ``float8`` for gradients: the tables are for inference, with fast accumulation, which training has
+only in forward. Six products of a block of Llama 3.1 405B on one H100 take 4.90 and 4.65 ms
 (``benchmarks/gpu/product_sums.py``)."""
 
 _ELEMENTWISE_US = 4.5
@@ -120,7 +120,7 @@ mean, and 4.5 us to the start of the next kernel of the stream (``benchmarks/fit
 
 @dataclass(frozen=True)
 class _Source:
-    """The curves of a device: whose products, whose collectives with links how many times as fast, and the rest.
+    """The curves of a device: sources of products and of collectives, the ratio of link speeds, and the rest.
 
     ``measured`` names the collectives that were measured on the device itself.
     """
@@ -134,7 +134,7 @@ class _Source:
     measured: str = ""
 
     def table(self) -> CostTable:
-        """The table; collectives that were measured on the device take the place of others of their kind."""
+        """The table; collectives that were measured on the device replace others of their kind."""
         own = _COLLECTIVES.get(self.measured, ())
         kinds = {kind for kind, *_ in own}
         others = [
@@ -173,12 +173,12 @@ _SOURCES: Mapping[DeviceName, _Source] = {
     "b300": _Source(f"B200 in {_TABLES}, products as gb300", "gb300", "b200", 0.4, 140),
     "gb300": _Source(f"B200 in {_TABLES}, at a constant clock", "gb300", "b200", 0.4, 140),
 }  # fmt: skip
-"""By device. Shares of memory bandwidth and times of the host are fits: ``docs/costs.md`` has to what."""
+"""By device. Shares of memory bandwidth and times of the host are fits: ``docs/costs.md`` has their sources."""
 
 
 @cache
 def device_table(name: DeviceName) -> CostTable | None:
-    """The table of a device; None if nothing was measured of it, so that its shares are flat."""
+    """The table of a device; None without measurements: its shares are then flat."""
     source = _SOURCES.get(name)
     return None if source is None else source.table()
 
@@ -191,14 +191,14 @@ def exact(value: float) -> Fraction:
 
 _POWER_MS = 1
 _RAGGED_ROWS = 64
-"""Rows that the last tile of an expert lacks in the mean: half of a tile of 128."""
+"""Mean number of rows that the last tile of an expert lacks: half of a tile of 128."""
 
 
 def product_us(curve: ProductCurve, shape: ProductShape, peak: float, *, is_hot: bool = True) -> Fraction:
     """Microseconds of products at ``peak`` TFLOP/s, without a bound by memory.
 
-    In a training the chip ``is_hot``: it never leaves the limit of power, so that all products have the clock that a
-    product alone has after milliseconds.
+    In a training the chip ``is_hot``: it never leaves the limit of power, and all products have the clock that a
+    product alone reaches after milliseconds.
     """
     rows, inner, columns, number, ragged = shape
     flops_per_us = exact(peak) * 10**6

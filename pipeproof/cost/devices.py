@@ -1,8 +1,8 @@
 """Data sheets of common accelerators: dense peaks, without sparsity, bandwidths in one direction; and a step's MFU.
 
-The MFU (model FLOPs utilization) is what the model's products need over what the devices could compute, as defined for
-PaLM, arXiv:2204.02311, section 4.1, with the FLOPs of the products and of causal attention as they are computed; those
-of a recomputation do not count.
+The MFU (model FLOPs utilization) is the FLOPs of the model's products over the peak FLOPs of the devices, as defined
+for PaLM, arXiv:2204.02311, section 4.1, with the FLOPs of products and of causal attention as they are computed;
+recomputation does not count.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pipeproof.stages.describe.op_work import product_flops
 class Device:
     """Data-sheet figures: peaks in TFLOP/s (10^12), bandwidths in GB/s (10^9 bytes).
 
-    ``float8`` is None where a device has no such products, ``float32`` is
-    without TF32. ``link`` is what a device sends to all others of its node
-    together, ``peer`` what it sends to one of them, ``network`` its share of
-    the node's network cards, ``host`` what its PCIe x16 link copies to or from
+    ``float8`` is None if a device has no such products, ``float32`` is
+    without TF32. ``link`` is the bandwidth to all other devices of the node
+    together, ``peer`` to one of them, ``network`` the device's share of
+    the node's network cards, ``host`` the copies by its PCIe x16 link to or from
     host memory (generation 4 of A100, 5 of all others: the hosts of a DGX B200
     have no later one); each in one direction. ``memory_gib`` is the memory of a
-    device: stacks have whole GiB, so that the GB of data sheets are GiB here.
+    device: stacks have whole GiB, and the GB of data sheets are GiB here.
     """
 
     float8: float | None
@@ -131,7 +131,7 @@ def model_flops_utilization(plan: PlanSpec, makespan_us: Fraction) -> float | No
     """Return the MFU of a step, a share of 1; None for custom layers and for plans without ``cost.analytic``.
 
     ``plan`` is the plan as it was read: a lowered one has given times in place
-    of its device. The peak is that of the type of the model's products.
+    of its device. The peak is for the type of the model's products.
     """
     analytic = plan.cost.analytic
     if analytic is None or plan.is_custom or not makespan_us:
@@ -176,5 +176,5 @@ A test derives them from the groups of ``validation/results/accuracy.json``.
 
 
 def expected_error(device: str, *, has_experts: bool) -> float | None:
-    """Return the share by which a predicted step is off in the mean; None where nothing comparable was measured."""
+    """Return the mean relative error of a predicted step; None if nothing comparable was measured."""
     return _EXPECTED_ERRORS.get((device, has_experts))

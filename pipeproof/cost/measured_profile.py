@@ -35,8 +35,8 @@ from pipeproof.stages.describe.model_family import describe_boundaries, stage_la
 class ProfileTimes:
     """Times of stages, messages and collectives from a profile.
 
-    ``messages`` is None where the run had none; ``collectives`` are by kind
-    and number of members. ``file`` is the profile as messages name it.
+    ``messages`` is None if the run had none; ``collectives`` are by kind
+    and number of members. ``file`` is the name of the profile in messages.
     """
 
     profile: Profile
@@ -46,7 +46,7 @@ class ProfileTimes:
 
     @classmethod
     def of_plan(cls, plan: PlanSpec) -> Self:
-        """The times of ``cost.profile``, which is relative to where the process is.
+        """The times of ``cost.profile``, which is relative to the working directory.
 
         Raises:
             ProfileError: PP161, it is not a whole profile.
@@ -57,14 +57,14 @@ class ProfileTimes:
             profile = read_profile(Path(plan.cost.profile))
         except ProfileError as error:
             if error.findings[0].code != UNREADABLE_PROFILE.code:
-                raise  # it has its place in the profile
+                raise  # it has its location in the profile
             raise BadPlanAtError(error.findings[0], ("cost", "profile")) from None
         require_fit(profile, plan)
         return cls.of(profile, plan.cost.profile)
 
     @classmethod
     def of(cls, profile: Profile, file: str) -> Self:
-        """The times of a profile. Messages between steps count only where the steps themselves had none."""
+        """The times of a profile. Messages outside of steps count only if the steps themselves had none."""
         points: dict[tuple[OpKind, int], list[tuple[int, Fraction, int]]] = {}
         for point in profile.collectives:
             curve = points.setdefault((OpKind(point.kind), point.axis_size), [])
@@ -90,15 +90,15 @@ class ProfileTimes:
     def collective_us(self, kind: OpKind, axis_size: int, num_bytes: int) -> Fraction:
         """Microseconds of a collective from the arrival of its last member, to the nanosecond.
 
-        ``num_bytes`` are those of the tensor that each of its ``axis_size`` members puts in. Gathers of the partial
+        ``num_bytes`` is the size of the tensor that each of its ``axis_size`` members puts in. Gathers of the partial
         transport count as all-gathers. A collective of one member takes no time.
 
         Raises:
             BadPlanAtError: PP161, the profile has none of this kind among so many ranks.
-            ValueError: ``kind`` is no collective.
+            ValueError: ``kind`` is not a collective.
         """
         if kind not in COLLECTIVE_KINDS:
-            raise ValueError(f"{kind} is no collective")
+            raise ValueError(f"{kind} is not a collective")
         if axis_size == 1:
             return Fraction(0)
         name = OpKind.ALL_GATHER if kind in GATHER_KINDS else kind
@@ -110,13 +110,13 @@ class ProfileTimes:
         return rounded(curve.at(num_bytes))
 
     def resolved(self, plan: PlanSpec) -> CostSpec:
-        """The times of the plan's stages as given ones; every message has the time of the largest.
+        """The times of the plan's stages as given times; every message has the time of the largest.
 
         Raises:
             BadPlanAtError: PP161, the profile lacks the time of a stage or of messages.
         """
         times: dict[str, Any] = {
-            "forward_us": [max(time, GRID_US) for time in self._stages("F")],  # what is there takes some time
+            "forward_us": [max(time, GRID_US) for time in self._stages("F")],  # every stage takes some time
             "optimizer_us": self._stages("STEP"),
             "p2p_latency_us": self._largest_message_us(plan),
             "p2p": plan.cost.p2p,
@@ -124,7 +124,7 @@ class ProfileTimes:
         return CostSpec.model_validate(times | self._backwards())
 
     def _backwards(self) -> dict[str, list[Fraction]]:
-        """Whole backwards, or both parts where some stage had them apart; of a whole one, each part is half."""
+        """Whole backwards, or both parts if any stage has separate ones; each part of a whole one is half."""
         parts = [(self._median(stage, "I"), self._median(stage, "W")) for stage in range(len(self.profile.stages))]
         if all(None in pair for pair in parts):
             return {"backward_us": self._stages("B")}
@@ -170,7 +170,7 @@ class ProfileTimes:
 
 
 _FREE = frozenset({"pp", "order"})
-"""Keys of the topology that do not change what a rank of a stage computes."""
+"""Keys of the topology that do not change the computations of a stage's ranks."""
 _MOST_NAMED = 5
 
 
@@ -193,10 +193,10 @@ def measured_sections(plan: PlanSpec) -> dict[str, Any]:
 
 
 def require_fit(profile: Profile, plan: PlanSpec) -> None:
-    """Refuse a profile whose times are not those of the plan's stages.
+    """Refuse a profile that was not measured on the plan's stages.
 
     Raises:
-        BadPlanAtError: PP162, with what differs; the layers cannot be put onto the stages.
+        BadPlanAtError: PP162, with the differences; the layers cannot be put onto the stages.
     """
     differences = list(_differences(profile.plan, plan))
     if not differences:
@@ -266,7 +266,7 @@ class Curve:
     def through(cls, points: Iterable[tuple[int, Fraction, int]]) -> Self:
         """The curve through (bytes, microseconds, how often measured), one or more, in order of their bytes.
 
-        Where a larger size took less, the two count as one time, the mean by how often each was measured (isotonic
+        If a larger size took less, the two count as one time, the mean weighted by numbers of measurements (isotonic
         regression by pooling adjacent violators; Barlow et al., Statistical inference under order restrictions, 1972).
         """
         pools: list[tuple[Fraction, int, list[int]]] = []

@@ -3,8 +3,8 @@
 Every transfer has its links to itself.
 
 Everything takes ``launch_us``, a latency for each step, and its bytes at the
-bandwidth of the slowest link that it uses. n ranks, each of which puts in B
-bytes, take by this:
+bandwidth of the slowest link that it uses. For n ranks with an input of B bytes
+each, this gives:
 
 - ring all-reduce: 2 (n - 1) steps, 2 B (n - 1) / n bytes through each rank;
   reduce-scatter: half of both; all-gather: n - 1 steps, B (n - 1) bytes
@@ -17,16 +17,15 @@ bytes, take by this:
   and down these are 2 log2(nodes) steps between nodes and 2 (ranks of a node
   - 1) inside, and 2 B bytes through each rank. Two ranks go as a ring;
 - broadcast: a pipeline along the ring, n - 1 steps and B bytes;
-- all-to-all: each rank sends B / n straight to each other one, to those of its
-  node over the node's links and to the rest over its network card, all at
-  once. The slower of the two ways counts. Where a token goes once to each of
+- all-to-all: each rank sends B / n directly to each other rank, over the node's
+  links inside its node and over its network card to the rest, all at
+  once. The slower of the two ways counts. If a token goes once to each of
   at most m nodes for its k experts, only m / k of these bytes cross the
-  network, and inside its node each rank hands on B / (ranks of the node) to
-  each other one, in a further step (arXiv:2412.19437, section 3.2.2);
+  network, and inside its node each rank passes on B / (ranks of the node) to
+  each other rank, in a further step (arXiv:2412.19437, section 3.2.2);
 - barrier: an all-reduce of nothing.
 
-The steps of a ring go together, so that each takes as long as its slowest
-link.
+The steps of a ring run together: each takes as long as its slowest link.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from pipeproof.specs.cost_table import CollectiveCurve
 from pipeproof.specs.model import MoeSpec
 
 DEFAULT_LINK_EFFICIENCY = 0.75
-"""Share of the bandwidth of links that were not measured: what four H200 reached (``costs-measured.md``)."""
+"""Share of the bandwidth of links that were not measured, as reached by four H200 (``costs-measured.md``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Shape:
     def of(cls, ranks: list[int], ranks_per_node: int, ranks_per_nic: int) -> Self:
         """The shape of a group of global ranks.
 
-        Node k has the ranks from k * ``ranks_per_node`` on; cards likewise.
+        Node k has the ranks from k * ``ranks_per_node`` on, card k from k * ``ranks_per_nic`` on.
         """
         nodes = Counter(rank // ranks_per_node for rank in ranks)
         cards = Counter(rank // ranks_per_nic for rank in ranks)
@@ -133,14 +132,15 @@ class Way:
 class Routing:
     """Each token has ``top_k`` experts, on at most ``nodes_per_token`` nodes, and goes once to each of these.
 
-    Without a limit the experts are on any ranks alike, and a token also goes once to each rank (``by_node``).
+    Without a limit the experts are on any ranks with equal probability, and a token also goes once to each rank
+    (``by_node``).
     """
 
     top_k: int
     nodes_per_token: int | None
 
     def reached(self, places: int) -> Fraction:
-        """The mean number of distinct places, of ``places``, that the experts of a token are in."""
+        """The mean number of distinct ``places`` that hold the experts of a token."""
         return places * (1 - Fraction(places - 1, places) ** self.top_k)
 
     def nodes(self, shape: Shape) -> Fraction:
@@ -155,10 +155,10 @@ class Routing:
 class Network:
     """Links inside nodes of ``ranks_per_node`` and between them; times are exact, in microseconds.
 
-    ``node`` is what a rank has to all others of its node together, ``peer``
-    what it has to one of them, ``between`` what a network card has, which
-    ``ranks_per_nic`` neighbours share. ``routing`` is for all-to-alls, if
-    anything keeps these from being even.
+    ``node`` is the link of a rank to all others of its node together, ``peer``
+    to one of them, ``between`` the link of a network card, which
+    ``ranks_per_nic`` neighbours share. ``routing`` is for all-to-alls that are
+    not even.
     """
 
     ranks_per_node: int
@@ -170,15 +170,15 @@ class Network:
     algorithm: Algorithm = "ring"
     routing: Routing | None = None
     edges: tuple[tuple[tuple[int, int], Link], ...] = ()
-    """By sender and receiver, what messages between them really take, all in all."""
+    """By sender and receiver, the whole measured time of messages."""
     curves: tuple[CollectiveCurve, ...] = ()
     """Measured collectives inside a node, which take the place of rings there."""
     uses_all_cards: bool = False
-    """True if rings across nodes are spread over the network cards of all their members, as those of NCCL are."""
+    """True if rings across nodes use the network cards of all their members, as NCCL's rings do."""
 
     @classmethod
     def of_spec(cls, spec: NetworkSpec) -> Self:
-        """The network of a plan that describes it whole; what one node lacks between nodes is never used."""
+        """The network of a plan that describes all of it; a single node never uses links between nodes."""
         assert spec.ranks_per_node is not None
         assert spec.node is not None
         node = Link.of(spec.node)
@@ -203,7 +203,7 @@ class Network:
         spec: NetworkSpec | None = None,
         curves: tuple[CollectiveCurve, ...] = (),
     ) -> Self:
-        """The links of a data sheet, as far as the plan assumes they are reached; ``spec`` has what that lacks.
+        """The links of a data sheet at the plan's efficiency; ``spec`` has the other keys.
 
         If the plan gives ``link_efficiency``, measured ``curves`` do not apply, and all collectives are rings of single
         links.
@@ -243,7 +243,7 @@ class Network:
         blocks = self.ranks_per_node, self.ranks_per_nic
         places = [groups // block for block in blocks]
         rows = np.concatenate([p - p[:, :1] for p in places], axis=1)
-        # Sums by random factors sort faster than rows; sums that two different rows share are seen.
+        # Sums by random factors sort faster than rows; equal sums of different rows are detected.
         sums = rows @ np.random.default_rng(0).integers(1, 2**62, rows.shape[1])
         _, examples, which = np.unique(sums, return_index=True, return_inverse=True)
         if not (rows == rows[examples][which]).all():
@@ -258,7 +258,7 @@ class Network:
         return self.launch_us + link.message_us(num_bytes)
 
     def slowest_message_us(self, num_bytes: Fraction, *, crosses: bool) -> Fraction:
-        """The same for unknown ranks: no measured edge takes longer."""
+        """Time of one message between unknown ranks: no measured edge takes longer."""
         measured = [link.message_us(num_bytes) for _, link in self.edges]
         return max(self.message_us(num_bytes, crosses=crosses), *measured, Fraction(0))
 
@@ -266,7 +266,7 @@ class Network:
         """Time of a collective into which each member puts ``num_bytes``; nothing for one rank alone.
 
         Raises:
-            ValueError: ``kind`` is no collective.
+            ValueError: ``kind`` is not a collective.
         """
         if shape.num_ranks == 1:
             return Fraction(0)
@@ -279,7 +279,7 @@ class Network:
         return way.latency_us + way.num_bytes / self._slowest(shape).bytes_per_us
 
     def _curve(self, kind: OpKind, num_ranks: int) -> CollectiveCurve | None:
-        """The curve of as many ranks, or of the next smaller number that was measured."""
+        """The curve for this number of ranks, or for the next smaller measured one."""
         name = OpKind.ALL_GATHER if kind in GATHER_KINDS else kind
         curves = [curve for curve in self.curves if curve.kind == name and curve.num_ranks <= num_ranks]
         return max(curves, key=lambda curve: curve.num_ranks, default=None)
@@ -295,10 +295,10 @@ class Network:
         return moved_us(curve, share * num_bytes) + (steps - measured_steps) * self.node.latency_us
 
     def way(self, kind: OpKind, shape: Shape, num_bytes: Fraction) -> Way:
-        """Algorithm of a collective of several ranks that is no all-to-all: the faster one for ``algorithm: auto``.
+        """Algorithm of a collective of several ranks, except all-to-alls: the faster one for ``algorithm: auto``.
 
         Raises:
-            ValueError: ``kind`` is no collective, or an all-to-all.
+            ValueError: ``kind`` is not a collective, or is an all-to-all.
         """
         kind = OpKind.ALL_GATHER if kind in GATHER_KINDS else kind
         if kind not in _RING:
@@ -323,7 +323,7 @@ class Network:
         return Link(max(link.latency_us for link in used), min(link.bytes_per_us for link in used))
 
     def _all_to_all_us(self, shape: Shape, num_bytes: Fraction) -> Fraction:
-        """By the rank that sends most inside its node, and by the network card that sends most."""
+        """The longer time of the rank that sends most inside its node, and of the network card that sends most."""
         near, far = self.pieces(shape, shape.on_nodes[-1], num_bytes)
         others = shape.on_nodes[-1] - 1
         inside = near.latency_us + others * near.num_bytes / self.node.bytes_per_us

@@ -1,14 +1,14 @@
-"""Shares of a stage's F, I and W that each part of it takes, for computations that take turns.
+"""Shares of a stage's F, I and W that each part of it takes, for computations that alternate.
 
-A part is what a computation does between two of its exchanges. With ``cost.analytic`` the share of a part is that of
-its operations in the time of the stage; otherwise of their FLOPs in products and in attention.
+A part is the work of a computation between two of its exchanges. With ``cost.analytic`` the share of a part is the
+share of its operations in the time of the stage; otherwise in the FLOPs of products and attention.
 
-The host launches the operations of both sides of a pair one after the other, and their exchanges too. Its time is
-therefore not hidden by turns, and ``cost.analytic`` gives it for each part. A computation without parts takes the time
-of the device or that of the host, whichever is longer, because the host runs ahead of the device inside it. The same
-holds for the parts of a computation together: a part ends when the device has done it and all before it, and the host
-has launched it and all before it. A limit of each part by itself would make a computation longer by being cut: in a
-long part the host launches the short ones behind it.
+The host launches the operations of both halves of a pair one after the other, and their exchanges too. Its time is
+therefore not hidden by alternating, and ``cost.analytic`` gives it for each part. A computation without parts takes the
+time of the device or of the host, whichever is longer, because the host runs ahead of the device inside it. The same
+holds for the parts of a computation together: a part ends when the device has done all work up to its end, and the host
+has launched all of it. A limit of each part by itself would make a computation longer by being cut: in a long part the
+host launches the short ones after it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _ZERO = Fraction(0)
 class PhaseParts(NamedTuple):
     """The parts of a phase of a stage, for one work item: a micro-batch or a split of one.
 
-    ``shares`` are those of the device's time without collectives, with the sum 1. ``host_us`` are the microseconds in
-    which the host launches a part and the exchange behind it, less the time of a collective before it that blocks the
-    compute queue, because the host launches more meanwhile; 0 where they are not known. ``exchanges`` are between the
+    ``shares`` are shares of the device's time without collectives, with the sum 1. ``host_us`` are the microseconds in
+    which the host launches a part and the next exchange, less the time of a collective before it that blocks the
+    compute queue, because the host launches more meanwhile; 0 if not known. ``exchanges`` are between the
     parts of a forward and of I.
     """
 
@@ -58,7 +58,7 @@ class PhaseParts(NamedTuple):
     exchanges: tuple[tuple[Exchange, tuple[Collective, ...]], ...] = ()
 
     def ends(self, device_us: Fraction, grid_us: Fraction) -> list[Fraction]:
-        """The end of each part from the begin of all, of a phase that keeps the device busy for ``device_us``.
+        """The end of each part, from the begin of a phase that keeps the device busy for ``device_us``.
 
         All are multiples of ``grid_us``, except ``device_us`` at the end.
         """
@@ -72,7 +72,7 @@ class PhaseParts(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One operation in one direction: by phase its work and its microseconds of the host, then its collectives."""
+    """One operation in one direction: by phase its work and host microseconds, then its collectives."""
 
     work: Mapping[Phase, Fraction]
     host_us: Mapping[Phase, Fraction]
@@ -81,7 +81,7 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class PartShares:
-    """The parts of the stages of a plan whose computations take turns; described at their first use.
+    """The parts of the stages of a plan with alternating computations; described at their first use.
 
     Their work is microseconds of the device with ``cost.analytic``, otherwise FLOPs.
     """
@@ -176,5 +176,5 @@ class PartShares:
         return PhaseParts(tuple(shares), tuple(host_us), between)
 
     def _blocked_us(self, costs: AnalyticCosts, call: Collective) -> Fraction:
-        """Time for which a collective blocks the compute queue: those of experts are on a queue of their own."""
+        """Time for which a collective blocks the compute queue: collectives of experts have a queue of their own."""
         return _ZERO if call.axis == "ep" else rounded_up(costs.links.collective_us(call, dtype_bytes(costs.dtype)))

@@ -1,4 +1,4 @@
-"""Times of a plan as given ones. The modules that compute them are loaded only for plans that need them."""
+"""Times of a plan as given times. The modules that compute them are loaded only for plans that need them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def with_times(plan: PlanSpec) -> PlanSpec:
-    """The plan with given times of stages in place of those computed, measured or of layers; itself where it has them.
+    """The plan with given times of stages in place of computed or measured ones, or of layers; unchanged if given.
 
     Raises:
         BadPlanAtError: the layers cannot be put onto the stages, a time is too long, or the profile is of another plan.
@@ -37,7 +37,7 @@ def with_times(plan: PlanSpec) -> PlanSpec:
 
 
 def resolved_cost(plan: PlanSpec) -> CostSpec:
-    """The plan's times as ``with_times`` has them."""
+    """The plan's times, as in ``with_times``."""
     if plan.cost.profile is not None:
         from pipeproof.cost.measured_profile import ProfileTimes
 
@@ -58,7 +58,7 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
 
 
 def shares_of_parts(plan: PlanSpec) -> PartShares | None:
-    """The shares of the parts of each stage; None for plans whose computations take no turns."""
+    """The shares of the parts of each stage; None for plans without alternating computations."""
     if plan.turns is None:
         return None
     from pipeproof.cost.part_shares import PartShares
@@ -67,7 +67,7 @@ def shares_of_parts(plan: PlanSpec) -> PartShares | None:
 
 
 def link_times(plan: PlanSpec) -> LinkTimes | None:
-    """The times of a plan's messages and collectives; None if all take ``p2p_latency_us`` and nothing.
+    """The times of a plan's messages and collectives; None if messages take ``p2p_latency_us`` and collectives nothing.
 
     Raises:
         BadPlanAtError: the profile is of another plan.
@@ -105,7 +105,7 @@ def _by_layers(plan: PlanSpec) -> CostSpec:
 
 
 def _by_network(plan: PlanSpec, cost: CostSpec, network: NetworkSpec) -> CostSpec:
-    """Given times with the latency of the slowest edge, which is what schedules are made for."""
+    """Given times with the latency of the slowest edge, for which schedules are made."""
     from pipeproof.cost.analytic_links import Links
     from pipeproof.cost.network_times import Network
 
@@ -114,11 +114,11 @@ def _by_network(plan: PlanSpec, cost: CostSpec, network: NetworkSpec) -> CostSpe
 
 
 def _with_host(cost: CostSpec, bandwidth: float | None) -> CostSpec:
-    """With the bandwidth of copies to and from host memory, in GB/s."""
+    """The costs with the bandwidth of copies to and from host memory, in GB/s."""
     return cost if bandwidth is None else cost.model_copy(update={"host_bandwidth": bandwidth})
 
 
 def _slowed_down(cost: CostSpec, plan: PlanSpec, recv_slowdown: Fraction | None) -> CostSpec:
-    """With what a receive, or an all-to-all, that is under way costs the computations of its rank."""
+    """The costs with the slowdown of a rank's computations by a receive, or an all-to-all, that is under way."""
     shares = {"recv_slowdown": recv_slowdown, "collective_slowdown": plan.cost.collective_slowdown}
     return cost.model_copy(update={key: share for key, share in shares.items() if share is not None})

@@ -30,7 +30,7 @@ class NetworkTimes:
         return dict(self.network.edges)
 
     def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
-        """Of the slowest of these messages."""
+        """Time of the slowest of these messages."""
         edges = [self._edges.get((a, b)) for a, b in pairs.tolist()] if self._edges else [None] * len(pairs)
         crosses = (pairs[:, 0] // self.network.ranks_per_node != pairs[:, 1] // self.network.ranks_per_node).tolist()
         ways = {edge or between for edge, between in zip(edges, crosses, strict=True)}
@@ -41,7 +41,7 @@ class NetworkTimes:
         )
 
     def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
-        """Of the slowest of these groups."""
+        """Time in the slowest of these groups."""
         key = groups.shape[1], groups.tobytes()
         if key not in self._shapes:
             self._shapes[key] = self.network.shapes(groups)
@@ -56,7 +56,7 @@ class NetworkTimes:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Times by the curves of a profile, which knows sizes and no places."""
+    """Times by the curves of a profile, which has sizes but no ranks."""
 
     profile: ProfileTimes
     dtype: str
@@ -83,6 +83,6 @@ LinkTimes = NetworkTimes | MeasuredLinks
 """Times of messages and collectives in exact microseconds, each with its links to itself, of activations in ``dtype``.
 
 Gradients of weights are reduced in ``gradient_dtype``. ``pairs`` has the global ranks (sender, receiver) of every
-place, shape [places, 2], ``groups`` the members, shape [places, members]: a rank of a folded graph represents many, of
-which the slowest counts. A collective takes its time from the arrival of its last member on.
+instance, shape [instances, 2], ``groups`` the members, shape [instances, members]: a rank of a folded graph represents
+many, and the slowest counts. A collective takes its time from the arrival of its last member on.
 """

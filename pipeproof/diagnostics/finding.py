@@ -58,8 +58,8 @@ def shown_path(file: str) -> str:
 class ElementRange:
     """A half-open range of flattened elements of the tensor that ``rank`` should hold.
 
-    ``rank`` is the receiving rank; ``source_rank`` is the rank whose elements
-    these are. ``start`` and ``stop`` count elements of the source's local
+    ``rank`` is the receiving rank; ``source_rank`` is the rank that sent the
+    elements. ``start`` and ``stop`` count elements of the source's local
     tensor, flattened in C order; ``covers`` has them in global coordinates.
     """
 
@@ -72,7 +72,7 @@ class ElementRange:
 
 @dataclass(frozen=True, slots=True)
 class RangesWitness:
-    """Elements that a receiver lacks, and those that it gets instead."""
+    """Elements that a receiver lacks, and elements that it gets instead."""
 
     lost: tuple[ElementRange, ...]
     foreign: tuple[ElementRange, ...]
@@ -126,7 +126,7 @@ Witness = RangesWitness | OpsWitness | CycleWitness  # in this order JSON withou
 class Finding:
     """One diagnostic: a stable code, a location, the fact with its numbers, and the suggested fix (``help``).
 
-    ``cause`` is the finding that this one follows from, which follows from no other.
+    ``cause`` is the finding that this one follows from; it has no cause itself.
     """
 
     code: str
@@ -143,7 +143,7 @@ class Finding:
 
 
 def by_cause(findings: Iterable[Finding]) -> list[tuple[Finding, list[Finding]]]:
-    """Return the findings to show, in their order, each with those that follow from it.
+    """Return the findings to show, in their order, each with its consequences.
 
     A finding whose cause is not among them, such as one that was left out, is shown on its own.
     """
@@ -160,7 +160,7 @@ def by_cause(findings: Iterable[Finding]) -> list[tuple[Finding, list[Finding]]]
 
 
 def code_order(finding: Finding) -> str:
-    """Return the sort key for the order of the codes; a finding that follows from another stays behind that one."""
+    """Return the sort key for the order of the codes; a finding that follows from another stays after it."""
     return finding.code if finding.cause is None else finding.cause.code
 
 
@@ -200,7 +200,7 @@ class ExampleKind(StrEnum):
     """Kind of the two examples of a code: tests run them, and pages show them."""
 
     PLAN = "plan"
-    """Sections of a plan file, which replace those of a small complete plan."""
+    """Sections of a plan file, which replace sections of a small complete plan."""
     PROGRAM = "program"
     """A program text, one line per rank, which is checked without a plan."""
     PYTHON = "python"
@@ -217,9 +217,9 @@ class ExampleKind(StrEnum):
 class RuleDoc:
     """A stable code, its one-line title, why it matters, and a wrong and a right example.
 
-    ``severity`` is that of the code's findings: ``error``, if nothing else is given, ``warning`` or ``note``.
+    ``severity`` is the severity of the code's findings: ``error`` by default, ``warning`` or ``note``.
     ``kind`` is the kind of the examples; without it, it follows from their text:
-    lines of ranks are a program, imports are Python, anything else is a plan.
+    lines of ranks are a program, imports are Python, other texts are plans.
     """
 
     code: str

@@ -1,4 +1,4 @@
-"""The commands that messages recommend to install what is missing in the Python that runs."""
+"""The commands that messages recommend to install missing packages in the running Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def missing_framework(error: ModuleNotFoundError, title: str, extra: str) -> Imp
 
 
 def _pip() -> str:
-    """``pip`` where the shell finds that of this Python, else this Python's by its path."""
+    """``pip`` if the shell finds this Python's own, else the path of this Python with ``-m pip``."""
     python, pip_path = Path(sys.executable), shutil.which("pip")
     if pip_path is not None and Path(pip_path).parent == python.parent:
         return "pip"

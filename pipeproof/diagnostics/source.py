@@ -12,7 +12,7 @@ from pipeproof.diagnostics.problems import KeyPath, nearest_name
 from pipeproof.foreign_text import open_foreign, read_foreign
 
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
-"""Line breaks as PyYAML counts them, so that line numbers agree with its marks."""
+"""Line breaks as PyYAML counts them: line numbers agree with its marks."""
 
 MAX_BYTES = 2**20
 """Largest plan file."""
@@ -45,7 +45,7 @@ class SourceMap:
         """Return the location of the value at ``path``, or with ``key`` of the key itself.
 
         A path that is not in the file (a missing key, a default) has the
-        location of its nearest parent that is.
+        location of its nearest parent in the file.
         """
         location = (self.keys if key else self.values).get(path) or self.values.get(path)
         if location is not None:

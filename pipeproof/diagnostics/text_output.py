@@ -39,10 +39,10 @@ _FRAME = "blue"
 
 @dataclass(frozen=True, slots=True)
 class Brevity:
-    """Limits of output; ``None`` is no limit, and ``rest`` is the hint for the rest.
+    """Limits of output; ``None`` means no limit, and ``rest`` is the hint for the rest.
 
     With ``details``, findings that follow from others are shown too, and notes with their source lines, witness and
-    help below; without, the former are counted, and a note takes one line.
+    help below; without it, consequences are only counted, and a note takes one line.
     """
 
     findings_of_a_code: int | None
@@ -52,7 +52,7 @@ class Brevity:
 
 
 _PLACES = 3
-"""Copies of a finding whose places are named."""
+"""Copies of a finding whose locations are named."""
 BRIEF_WITNESSES = Brevity(None, 12, "`--format json` has them all")
 """All findings, and the first lines of long witnesses."""
 
@@ -62,8 +62,8 @@ def render_text(
 ) -> None:
     """Print each finding: its code and message, its source lines, its witness and the suggested fix.
 
-    ``source`` is the text of the plan, if there is one; lines of other files are read from those. These are not
-    wrapped, so that the carets stay below the characters that they mark.
+    ``source`` is the text of the plan, if there is one; lines of other files are read from the files. Source lines are
+    not wrapped: the carets stay below their characters.
     """
     printer, sources = _Printer(console), Sources(source)
     groups = by_cause(findings)
@@ -106,10 +106,10 @@ def _render_note(finding: Finding, printer: _Printer) -> None:
 def _without_copies(
     groups: Sequence[tuple[Finding, list[Finding]]],
 ) -> tuple[list[tuple[Finding, list[Finding]]], dict[Finding, list[Finding]]]:
-    """The groups without those whose finding is that of an earlier one but for its numbers, and these by that one."""
-    alike = grouped((_fault(group[0]), group) for group in groups).values()
-    copies = {first[0]: [finding for finding, _ in more] for first, *more in alike if more}
-    return [first for first, *_ in alike], copies
+    """The groups without copies of earlier findings (equal except for numbers), and the copies by their original."""
+    faults = grouped((_fault(group[0]), group) for group in groups).values()
+    copies = {first[0]: [finding for finding, _ in more] for first, *more in faults if more}
+    return [first for first, *_ in faults], copies
 
 
 def _fault(finding: Finding) -> tuple[object, ...]:
@@ -139,7 +139,7 @@ def _render_count(finding: Finding, following: Sequence[Finding], printer: _Prin
 
 
 class _Printer:
-    """Printer of lines of styled parts, without markup and control characters; the console wraps those of prose."""
+    """Printer of lines of styled parts, without markup and control characters; the console wraps prose."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -239,7 +239,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
     """Return a finding as JSON data.
 
     ``witness`` is null or tagged by ``kind``: ranges, cycle or ops. Only a finding that follows from another has a
-    ``cause``: code and message of that one.
+    ``cause``: its code and message.
     """
     location, cause = finding.location, finding.cause
     return {
@@ -301,19 +301,19 @@ def _lines(program: ProgramExcerpt, width: int) -> tuple[str, str]:
 
 # The one place where prose is wrapped: between words, at the width of a terminal.
 #
-# A terminal, or ``COLUMNS=80``, sets a width. Without one, as in a pipe or a file, every sentence stays on one line, so
-# that it can be searched. Words are never divided: a path or a digest that is longer than the width is a line of its
+# A terminal, or ``COLUMNS=80``, sets a width. Without one, as in a pipe or a file, every sentence stays on one line
+# and can be searched. Words are never divided: a path or a digest that is longer than the width is a line of its
 # own.
 
 
 _LEAST = 20
-"""A narrower terminal is written to as if it had so many columns."""
+"""Narrower terminals are treated as this wide."""
 
 _MOST_DIGITS = 6
 """Digits of ``COLUMNS``: no terminal is wider, and tables would be padded to it."""
 
 _WORD = re.compile(r"`[^`\n]{1,24}`[^\s]*|\S+")
-"""Words; a short quotation in backquotes is one, so that what can be typed stays together."""
+"""Words; a short quotation in backquotes is one word, and commands stay together."""
 
 _LABEL = re.compile(r"\s+= (?:help: )?|(?P<code>\w+\[\w+\])?\s*")
 """Label of a finding, or spaces of an indented line, whose width continuation lines are indented by."""
@@ -326,7 +326,7 @@ def given_columns() -> int | None:
 
 
 def prose_width(stream: IO[Any]) -> int | None:
-    """Return the columns that prose on a stream is wrapped at; None where its lines stay whole."""
+    """Return the columns that prose on a stream is wrapped at; None if its lines stay whole."""
     columns = given_columns()
     if columns is not None:
         return max(columns, _LEAST)
@@ -338,7 +338,7 @@ def prose_width(stream: IO[Any]) -> int | None:
 def line_parts(line: str, width: int) -> Iterator[tuple[int, int, int]]:
     """Yield the parts of a line: first and last column of the text, and spaces to put before it.
 
-    Continuation lines are indented as the line is, those of a finding by its label. The parts hold all words in order.
+    Continuation lines are indented as their line, or by a finding's label. The parts hold all words in order.
     """
     label = _LABEL.match(line)
     assert label is not None  # it matches nothing, too
@@ -353,7 +353,7 @@ def line_parts(line: str, width: int) -> Iterator[tuple[int, int, int]]:
 
 
 def wrapped_text(text: str, width: int | None) -> str:
-    """Return text of one or more lines, wrapped where there is a width."""
+    """Return text of one or more lines, wrapped if there is a width."""
     if width is None:
         return text
     lines = (line if len(line) <= width else _joined(line, width) for line in text.split("\n"))

@@ -38,7 +38,7 @@ def size_text(num_bytes: float, power: int | None = None, *, unit: bool = True) 
 
 
 def unit_of(num_bytes: float) -> int:
-    """The power of 1024 in which a size is written, at most that of GiB."""
+    """The power of 1024 in which a size is written, at most GiB's."""
     power = 0
     while power < len(_SIZES) - 1 and num_bytes >= 999.5 * 1024**power:  # a number has at most three digits before it
         power += 1

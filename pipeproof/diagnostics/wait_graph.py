@@ -1,7 +1,7 @@
 """The graph of waits: cycles and ends of waits in runs, scripts, watched jobs, dumps and logs.
 
-A node is a rank, or one operation of a rank. An edge is a wait. Sources add the waits that they know; the cycle, the
-nodes at which waits end, and the ranks that differ from most are found here.
+A node is a rank, or one operation of a rank. An edge is a wait. Sources add the known waits; this module finds the
+cycle, the nodes at which waits end, and the ranks that differ from the majority.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _MOST_LINES: Final = 20
 _MOST_RANKS: Final = 8
 """Ranks that a message names."""
 _ENOUGH: Final = 2
-"""Different keys from which ranks can differ from most."""
+"""Number of different keys from which on ranks can differ from the majority."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One wait of a rank: the operation in which it waits, the line ``at`` that issued it, and for what it waits.
+    """One wait of a rank: the waiting operation, the line ``at`` that issued it, and the awaited operation.
 
-    ``why`` is what is missing there. ``tensor`` is the operation's shape and type, ``seconds`` the age of the wait.
-    ``is_mutual`` is True between two issued parts of one operation: they wait for each other, and that alone blocks
+    ``why`` is the reason why it does not come. ``tensor`` is the operation's shape and type, ``seconds`` its age.
+    ``is_mutual`` is True between two issued parts of one operation: they wait for each other, which alone blocks
     nothing.
     """
 
@@ -76,7 +76,7 @@ class WaitGraph(Generic[Node]):
         return iter(self._waits)
 
     def add(self, node: Node, other: Node, wait: Wait) -> None:
-        """Add a wait of a node for another one; of several, one that blocks is kept, and of these the longest."""
+        """Add a wait of a node for another one; of several, the longest blocking wait is kept."""
         self._waits.setdefault(other, {})
         waits = self._waits.setdefault(node, {})
         earlier = waits.get(other)
@@ -93,7 +93,7 @@ class WaitGraph(Generic[Node]):
         return {other: waits[node] for other, waits in self._waits.items() if node in waits}
 
     def ends(self, starts: Iterable[Node] | None = None) -> Iterator[tuple[Node, ...]]:
-        """Yield the sets of nodes that no wait leaves: a node that waits for nobody, or nodes that wait for each other.
+        """Yield the sets of nodes that no wait leaves: one node without waits, or nodes that wait for each other.
 
         They come in the order in which waits from ``starts``, by default all nodes, lead there.
         """
@@ -156,7 +156,7 @@ def shortest_cycle(successors: Mapping[Node, Mapping[Node, bool]]) -> list[Node]
     best: list[Node] = []
     num_steps = 0
     for start in numbers:
-        # a cycle that is not shorter than the best one is of no use; the least has one node
+        # only a cycle that is shorter than the best one helps; the smallest has one node
         came_from: dict[tuple[Node, bool], tuple[Node, bool]] = {}
         queue = deque([(start, False)] if inside[start] else ())
         while queue and (start, True) not in came_from:
@@ -223,12 +223,12 @@ def cycle_finding(
 def absence_finding(
     code: RuleDoc, graph: WaitGraph[Node], absent: Mapping[int, Node], what: str, lines: Sequence[str] = ()
 ) -> Finding:
-    """Return the finding about ranks, each with its node, that did not come to an operation in which others wait.
+    """Return the finding about ranks, each with its node, that never reached an operation in which others wait.
 
     Args:
         code: its code.
         graph: the graph with the waits for these nodes.
-        absent: the ranks that did not come.
+        absent: the ranks that never reached it.
         what: what is wrong, before the operation.
         lines: what is known about these ranks.
     """

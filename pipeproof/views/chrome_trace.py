@@ -4,11 +4,11 @@ One process per rank, one thread per queue (the compute queue first), one
 complete event per span, a flow arrow from each send to the arrival of its
 message, and a counter of the activations that each rank holds.
 
-Times are microseconds since the first start, with three digits: whole
-nanoseconds is what viewers store. Both ends of a span are rounded and its
-duration is their difference, so that neighbouring slices never come to overlap.
+Times are microseconds since the first start, with three digits: viewers store
+whole nanoseconds. Both ends of a span are rounded and its duration is their
+difference: neighbouring slices never overlap.
 
-A viewer turns an arrow round where its head is on a slice that begins before
+A viewer turns an arrow around if its head is on a slice that begins before
 the tail's, and a receive is posted early. So each arrow leads to a mark of no
 length at the end of the receive, in the category ``arrival``.
 """
@@ -38,7 +38,7 @@ reads the arrow: a tail must follow its send, and a head must come before the ne
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 ARRIVAL = "arrival"
-"""The category of the marks that arrows lead to; they are no operations."""
+"""The category of the marks that arrows lead to; they are not operations."""
 
 
 def trace_json(timeline: Timeline, curves: Sequence[Curve] = (), about: Mapping[str, str] = _NOTHING) -> str:

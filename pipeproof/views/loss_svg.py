@@ -1,6 +1,6 @@
 """Losses by step as an SVG picture: the lines of two trainings, a colour for each of their parts.
 
-The first training's lines are wide and pale, the second's narrow and dark, so that equal ones are both seen.
+The first training's lines are wide and pale, the second's narrow and dark: equal lines are both visible.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pipeproof.views.svg import COLLECTIVE, KIND_COLOURS, SIZES, px, svg_page, t
 
 _STRONG = (*(strong for strong, _ in KIND_COLOURS.values()), COLLECTIVE)
 _COLOURS = (tuple(pale for _, pale in KIND_COLOURS.values()), (_STRONG[1], _STRONG[4], _STRONG[0], _STRONG[3]))
-"""By training; a further part has the first colour again."""
+"""By training; colours repeat for further parts."""
 _WIDTHS = (6, 1.5)
 _LENGTH, _HEIGHT, _TOP, _LINE, _LANE, _RIGHT = 888, 320, 34, 17, 14, 40
 """The axes in pixels, the first line of the legend, its lines, a lane of marks, and the margin for the last step."""
 _TICKS = (75, 40)
 """Least distances of ticks to the right and upward."""
 _MOST_POINTS = 60
-"""Of a part whose points are marked."""
+"""Most points of a part whose points are marked."""
 _STYLE = """\
 .axis{stroke:#8c959f;stroke-width:.5;fill:none}.curve{fill:none;stroke-linecap:round;stroke-linejoin:round}
 .border{stroke:#57606a;stroke-dasharray:4 3}.bad{stroke:#cf222e;stroke-width:1.5}"""
@@ -80,7 +80,7 @@ def _has_not_finite(part: LossPart) -> bool:
 
 
 def _not_finite(part: LossPart) -> Iterator[str]:
-    """A note for each kind of loss that is no finite number, with its steps."""
+    """A note for each kind of loss that is not finite, with its steps."""
     for kind in ("nan", "inf", "-inf"):
         steps = [step for step, value in part.losses if str(value) == kind]
         if steps:
@@ -133,7 +133,7 @@ class _Area:
         return self.left + (_LENGTH * (step - first) / (last - first) if last > first else _LENGTH / 2)
 
     def y(self, value: float) -> float:
-        """Vertical position of a loss; a difference of quarters is finite where that of losses may not be."""
+        """Vertical position of a loss; computed in quarters, because a difference of losses may not be finite."""
         low, high = (float(end / 4) for end in self.values)
         return self.top + (high - value / 4) / (high - low) * _HEIGHT
 
@@ -165,7 +165,7 @@ def _path(line: str, colour: str, training: int) -> str:
 
 
 def _curve(part: LossPart, area: _Area, colour: str, training: int) -> Iterator[str]:
-    """The line of a part, broken where a loss is not finite; of a long one, each column of pixels has its extremes."""
+    """The line of a part, broken where a loss is not finite; for a long one, each column of pixels has its extremes."""
     for is_finite, run in groupby(part.losses, lambda loss: isfinite(loss[1])):
         if not is_finite:
             continue

@@ -32,7 +32,7 @@ class Curve:
 def activations_held(timeline: Timeline) -> Curve:
     """Chunk activations of one micro-batch, from the start of F to the end of B, or of W where the backward is split.
 
-    A measured timeline that begins in the middle of a step frees what it did not see made; it counts from 0.
+    A measured timeline that begins within a step also frees activations that it did not see made; it counts from 0.
     """
     ranks = tuple(tuple(_held(timeline, rank)) for rank in range(len(timeline.ranks)))
     return Curve("activations held", "activations", ranks)
@@ -49,7 +49,7 @@ def _held(timeline: Timeline, rank: int) -> Iterator[tuple[Time, int]]:
 
 
 def memory_held(timeline: Timeline, memory: Sequence[MemoryCurve]) -> Curve:
-    """Bytes that each rank of a simulated timeline holds; ``memory`` is what was simulated with it."""
+    """Bytes that each rank of a simulated timeline holds; ``memory`` is from the same simulation."""
     return Curve("memory held", "bytes", tuple(tuple(_bytes(timeline, curve)) for curve in memory))
 
 

@@ -1,4 +1,4 @@
-"""Memory in a terminal: the peak of each rank with what it is made of, and what a stage holds."""
+"""Memory in a terminal: the peak of each rank with its parts, and the memory of a stage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console
 
 
 def render_stage_memory(lowered: LoweredPlan, console: Console) -> None:
-    """Print what each stage has all along, and what one micro-batch of it keeps, operation by operation."""
+    """Print the constant memory of each stage, and the activations of one micro-batch, operation by operation."""
     stages = range(lowered.spec.num_stages)
     held = [stage_holdings(lowered, stage) for stage in stages]
     states = [
@@ -99,7 +99,7 @@ def _assumptions(lowered: LoweredPlan) -> str:
 
 
 def _alike(curves: Sequence[MemoryCurve]) -> list[list[int]]:
-    """Ranks with equal peaks, at equal times and of equal parts, in order."""
+    """Ranks with equal peaks, times of peaks and parts, in order."""
     groups = grouped(((curve.peak_at_us, *curve.make_up.values()), rank) for rank, curve in enumerate(curves))
     return list(groups.values())
 

@@ -1,4 +1,4 @@
-"""The rows of a picture, a rank each or the ranks of one pipeline place that all do the same, and their labels."""
+"""The rows of a picture, for single ranks or for all ranks of one pipeline position, and their labels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class RankRow:
 
 
 def rows_of(timeline: Timeline) -> list[RankRow]:
-    """One row per ``pp`` coordinate if its ranks all compute alike, else one per rank."""
+    """One row per ``pp`` coordinate if its ranks run the same computations, else one per rank."""
     by_pp = grouped((coords["pp"], rank) for rank, coords in enumerate(timeline.ranks))
-    alike = all(len({_what_runs(timeline, rank) for rank in ranks}) == 1 for ranks in by_pp.values() if len(ranks) > 1)
-    if not alike:
+    equal = all(len({_what_runs(timeline, rank) for rank in ranks}) == 1 for ranks in by_pp.values() if len(ranks) > 1)
+    if not equal:
         return [RankRow(f"rank {rank}", (rank,)) for rank in range(len(timeline.ranks))]
     return [RankRow(f"rank {_range_text(ranks)}", tuple(ranks)) for _, ranks in sorted(by_pp.items())]
 

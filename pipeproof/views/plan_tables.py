@@ -1,4 +1,4 @@
-"""Tables of everything derived from a plan: stages, groups, boundary, programs, and what each stage costs."""
+"""Tables of everything derived from a plan: stages, groups, boundary, programs, and the costs of each stage."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _boundaries(plan: LoweredPlan) -> Iterator[str]:
 
 
 def _print_groups(plan: LoweredPlan, console: Console) -> None:
-    """Print the communicators; of a folded graph, those of the replica whose ranks represent all others."""
+    """Print the communicators; for a folded graph, of the replica whose ranks represent all others."""
     graph, mesh = plan.graph, plan.mesh
     where = f", of {graph.num_ranks:,} of {mesh.num_ranks:,} ranks: the others have the same" if plan.folded else ""
     rows = [

@@ -1,7 +1,7 @@
 """The times of a schedule as an SVG picture: a row per rank, a block per computation, time to the right.
 
-Colours are those of the terminal's timeline: one for each kind, paler for every
-second stage of a rank. Letters carry the same information, so that colours are
+Colours are as in the terminal's timeline: one for each kind, paler for every
+second stage of a rank. Letters carry the same information: colours are
 not needed.
 """
 
@@ -154,7 +154,7 @@ def _drawn(block: _Block, chunk: int, row_top: int, scale: _Scale) -> str:
 
 
 def _legend(timed: Timed, y: int) -> Iterator[str]:
-    """The kinds of computation that there are, and what paler blocks are."""
+    """The kinds of computation in the picture, and the meaning of paler blocks."""
     there = {op.kind for program in timed.programs for op in program}
     x = _LEFT
     for kind, word in _KINDS.items():

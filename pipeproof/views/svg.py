@@ -101,7 +101,7 @@ def text(x: float | Fraction, y: float | Fraction, label: str, look: str = "") -
 
 
 def label_in(middle: tuple[float, float], room: tuple[float, float], lines: Sequence[str], *, on_dark: bool) -> str:
-    """Lines that are centred at ``middle``, as large as ``room`` (width, height) holds; empty where none fits."""
+    """Lines that are centred at ``middle``, as large as ``room`` (width, height) holds; empty if none fits."""
     widest = max(map(width_of, lines))
     for size in SIZES:
         if widest * size <= room[0] and len(lines) * size <= room[1]:

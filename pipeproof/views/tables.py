@@ -1,7 +1,7 @@
 """The style of all tables in a terminal: columns without lines, two spaces apart, a row on one line.
 
-Where the width is known and the table is too wide, columns that a table calls optional are left out, then texts are
-shortened in their middle, and a line below the table names both. In a pipe no cell is cut off, so that names can be
+If the width is known and the table is too wide, optional columns are left out, then texts are
+shortened in their middle, and a line below the table names both. In a pipe no cell is cut: names can be
 searched and figures are whole. Cells of CSV files are safe for spreadsheets.
 """
 
@@ -19,7 +19,7 @@ _LEAST_TEXT = 12
 def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> list[Text]:
     """The lines of a table, the headings first; cells are text without markup.
 
-    A heading that begins with ``>`` is that of a column of numbers, which are aligned at the right.
+    A heading that begins with ``>`` marks a column of numbers, which are aligned at the right.
     """
     columns = _columns(headings, rows)
     for heading, column in zip(headings, columns, strict=True):
@@ -41,7 +41,7 @@ def print_lines(lines: Iterable[Text], console: Console) -> None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str | Text]], console: Console, *, optional: Sequence[str] = ()
 ) -> None:
-    """Print the lines of ``table_lines``, and below them what does not fit into the width of the console.
+    """Print the lines of ``table_lines``, and below them the omissions for the width of the console.
 
     ``optional`` are headings of columns that may be left out, without ``>``, the first one first.
     """

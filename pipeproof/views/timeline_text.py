@@ -76,7 +76,7 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "", text:
         console.print(Text(f"{legend}."))
     shared = len(rows[0].ranks) if rows else 1
     if shared > 1:
-        console.print(Text(f"Each row is that of {shared} ranks with the same timeline."))
+        console.print(Text(f"Each row represents {shared} ranks with the same timeline."))
 
 
 def render_figures(simulation: Simulation, console: Console, note: str = "") -> None:
@@ -142,7 +142,7 @@ def _peak_text(figures: RankFigures) -> str:
 _MIN_COLUMNS = 20
 _MIN_TICK_COLUMNS = 12
 _MOST_COLUMNS_PER_STEP = 4
-"""Short schedules need not fill a wide terminal."""
+"""Limit for short schedules: they need not fill a wide terminal."""
 _PIECE = re.compile(r"\d\.\d")
 _ORDERS = ("first", "second", "third", "fourth")
 
@@ -158,7 +158,7 @@ class _Scale:
 
 
 def _fit(timeline: Timeline, width: int) -> _Scale:
-    """Whole columns per unit of time where the picture fits so; else the makespan over the whole width."""
+    """Whole columns per unit of time if the picture fits; else the makespan over the whole width."""
     makespan = timeline.makespan_us
     if makespan == 0:
         return _Scale(Fraction(0), 0, Fraction(0))
@@ -190,7 +190,7 @@ def _axis(scale: _Scale, text: TimeText) -> str:
 
 
 def _updates(timeline: Timeline) -> list[list[tuple[Time, Time]]]:
-    """By rank, when its gradients are reduced, its optimizer steps and weights are gathered, in order.
+    """By rank, the times in order when its gradients are reduced, its optimizer steps and weights are gathered.
 
     Reductions and gathers include their collectives; operations that overlap computations are left out.
     """

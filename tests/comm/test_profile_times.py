@@ -108,7 +108,7 @@ def test_collectives_go_by_kind_members_and_bytes():
         times.collective_us(OpKind.ALL_REDUCE, 2, 10)
     with pytest.raises(BadPlanError, match="PP161"):
         times.collective_us(OpKind.ALL_GATHER, 4, 10)
-    with pytest.raises(ValueError, match="SEND_F is no collective"):
+    with pytest.raises(ValueError, match="SEND_F is not a collective"):
         times.collective_us(OpKind.SEND_FORWARD, 2, 10)
 
 

@@ -82,7 +82,7 @@ def test_replicas_share_a_row_only_when_they_are_alike(run):
     timeline = run(p=2, m=2, tp=2).timeline
     same = text_of(render_timeline, timeline)
     assert list(picture_rows(same)) == ["0-1", "2-3"]
-    assert "Each row is that of 2 ranks with the same timeline." in same
+    assert "Each row represents 2 ranks with the same timeline." in same
     late = [replace(s, end=s.end + 1) if (s.rank, s.op) == (1, "0B1") else s for s in timeline.spans]
     different = text_of(render_timeline, Timeline(tuple(late), timeline.ranks))
     assert list(picture_rows(different)) == ["0", "1", "2", "3"]

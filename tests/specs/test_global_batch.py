@@ -61,7 +61,7 @@ def test_the_plan_is_the_one_with_the_number():
         (
             {"global_batch_size": 16, "last_micro_batch_size": 1},
             "PP106",
-            "of which the last has 1",
+            "(the last has 1)",
             "set global_batch_size to 14",
         ),
         ({"global_batch_size": "16"}, "PP105", "must be an integer", None),

@@ -26,11 +26,11 @@ from pipeproof.schedule.ops import (
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
 
 _Ends = list[tuple[Time, int, int, int]]
-"""(end, step, op id, place of the span), sorted."""
+"""(end, step, op id, index of the span), sorted."""
 
 
 class Relations:
-    """Spans by their index in ``timeline.spans``, and how they hang together; ``ops[i]`` is the operation of span i."""
+    """Relations of spans, by their index in ``timeline.spans``; ``ops[i]`` is the operation of span i."""
 
     def __init__(self, timeline: Timeline, graph: OpGraph) -> None:
         self.spans: tuple[Span, ...] = timeline.spans
@@ -58,7 +58,7 @@ class Relations:
         return None if before == NONE else self._by_key.get((self.spans[i].step, before))
 
     def last_to_come(self, i: int) -> int | None:
-        """The member of a collective that came to it last; None if i itself was the last."""
+        """The member of a collective that arrived last; None if i itself was the last."""
         if self.ops[i].kind not in COLLECTIVE_KINDS:
             return None
         span = self.spans[i]
@@ -106,19 +106,19 @@ class Relations:
 
     @cached_property
     def _parents(self) -> dict[tuple[int, int, Op], int]:
-        """(step, rank, operation) to spans, of what may have collectives inside it."""
+        """(step, rank, operation) to spans, for operations that may have collectives inside."""
         kinds = COMPUTE_KINDS | UPDATE_KINDS
         return {(s.step, s.rank, self.ops[i]): i for i, s in enumerate(self.spans) if self.ops[i].kind in kinds}
 
     @cached_property
     def _members(self) -> dict[tuple[int, int], list[int]]:
-        """(group, place among its collectives) to op ids."""
+        """(group, index among its collectives) to op ids."""
         group, position = self._graph.group, self._graph.position
         return grouped(((int(group[i]), int(position[i])), i) for i in (group != NONE).nonzero()[0].tolist())
 
 
-# --- The bubbles of each rank, and what each of them is due to ---
-# A rank is idle where it runs nothing on its compute queue. Before its first
+# --- The bubbles of each rank, and the cause of each ---
+# A rank is idle while it runs nothing on its compute queue. Before its first
 # computation of a step that is warm-up, after its last one cool-down; between
 # them it waits for a message, in a collective for its last member, or is held
 # up by something that the timeline does not show. A reduction of gradients is
@@ -137,7 +137,7 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A stretch of idle time of one rank, in ticks; ``peer`` is the rank that it waits for, where that is known."""
+    """A stretch of idle time of one rank, in ticks; ``peer`` is the rank that it waits for, if known."""
 
     rank: int
     start: Time
@@ -200,7 +200,7 @@ def _gaps(relations: Relations, rank: int, mine: list[int], begin: Time, end: Ti
 
 
 def _waiting(relations: Relations, i: int, start: Time, end: Time) -> Idle | None:
-    """The part of this time in which span i waits, with its reason; None where all of it is work."""
+    """The part of this time in which span i waits, with its reason; None if all of it is work."""
     span, kind = relations.spans[i], relations.ops[i].kind
     if kind is OpKind.WAIT:
         target = relations.waits_for(i)
@@ -239,17 +239,17 @@ def _merged(idles: Iterable[Idle]) -> list[Idle]:
 
 
 # --- The critical path of a timeline: the chain of work and messages that its makespan consists of ---
-# It is walked back from the last end. What an operation follows is what ended
-# last of all that it had to wait for: the operation before it on its rank, the
-# transfer before it on its queue, the part before it of its computation, the
-# other end of a message, or the last member to come to a collective. The first collective inside a computation
-# follows the work of that. On simulated timelines the parts then abut
-# exactly; on measured ones there are gaps where clocks and hosts have theirs.
+# It is walked back from the last end. An operation follows the last one to end
+# among its possible causes: the operation before it on its rank, the transfer
+# before it on its queue, the part before it of its computation, the other end
+# of a message, or the last member to come to a collective. The first collective
+# inside a computation follows the computation's work. On simulated timelines the
+# parts then abut exactly; on measured ones there are gaps from clocks and hosts.
 
 
 @dataclass(frozen=True, slots=True)
 class PathPart:
-    """One part of the path: a span, by its place in the timeline, and the time that the path spends in it, in ticks.
+    """One part of the path: a span, by its index in the timeline, and its time on the path, in ticks.
 
     A message is the part of the receive, or of the send, that it ends; it
     begins when its other end, ``source``, was there.
@@ -283,7 +283,7 @@ def critical_path(relations: Relations) -> tuple[PathPart, ...]:
 
 
 def cause(relations: Relations, i: int) -> tuple[int | None, int | None]:
-    """(other end that span i waited for, span that had to end before both); None where there is none.
+    """(other end that span i waited for, span that had to end before both); None if there is none.
 
     From the second on, the chain of causes continues; it ends at the beginning of the step.
     """
@@ -332,4 +332,4 @@ def _before(relations: Relations, i: int) -> int | None:
     if all(spans[j].end < spans[i].start for j in earlier):  # the host may have been held by a transfer that it posted
         held = relations.transfer_before(i)
         earlier += [] if held is None else [held]
-    return max(earlier, key=lambda j: spans[j].end, default=None)  # of equal ends the first, that is the host's
+    return max(earlier, key=lambda j: spans[j].end, default=None)  # among equal ends the first, which is the host's

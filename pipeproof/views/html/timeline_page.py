@@ -2,7 +2,7 @@
 
 A timeline is the columns that the page draws: typed arrays in base64, each as narrow as its values allow. Spans are
 grouped by *track*. A lane (a queue of a rank) has one track, and a further one for spans that overlap others or lie
-inside them, so that the spans of a track follow each other in time and the page finds what is visible by binary search.
+inside them: the spans of a track follow each other in time, and the page finds visible spans by binary search.
 Times are microseconds since the first start, as doubles.
 """
 
@@ -45,7 +45,7 @@ _SCRIPTS = ("data.js", "layout.js", "draw.js", "units.js", "describe.js", "numbe
 def timeline_html(
     title: str, timeline: Timeline, graph: OpGraph, held: Curve | None = None, mfu: float | None = None
 ) -> str:
-    """The text of the page; the same bytes for the same timeline. Arguments are those of ``payload``.
+    """The text of the page; the same bytes for the same timeline. Arguments are as in ``payload``.
 
     Raises:
         ValueError: it has operations that its graph does not have.
@@ -75,8 +75,8 @@ def payload(
 
     ``graph`` adds bytes and members of collectives. ``held`` is drawn below
     each rank, in times of ``timeline``; without it, the activations held.
-    ``mfu`` is the model FLOPs utilization of the step, a share of 1, where it
-    is known.
+    ``mfu`` is the model FLOPs utilization of the step, a share of 1, if
+    known.
 
     Raises:
         ValueError: ``timeline`` has an op that ``graph`` does not have, or ``held`` has not one entry for each rank.
@@ -134,7 +134,7 @@ def payload(
 
 
 def _in_ticks(timeline: Timeline) -> Timeline:
-    """The same times as whole numbers of shorter ticks where they are fractions: as exact, and compared much faster."""
+    """The timeline with fractional times as whole numbers of shorter ticks: exact, and much faster to compare."""
     times = {time for span in timeline.spans for time in (span.start, span.end)}
     if not all(isinstance(time, int | Fraction) for time in times):
         return timeline
@@ -166,12 +166,12 @@ _Lane = tuple[int, bool, str]
 
 
 def _tracks(relations: Relations, shown: Sequence[int]) -> dict[tuple[_Lane, int], list[int]]:
-    """(lane, depth) to spans in order of time, none of which overlap."""
+    """(lane, depth) to spans in order of time, without overlaps."""
     spans = relations.spans
     by_lane = grouped(((spans[i].rank, spans[i].queue != COMPUTE_QUEUE, spans[i].queue), i) for i in shown)
     tracks: dict[tuple[_Lane, int], list[int]] = {}
     for lane, mine in by_lane.items():
-        # what is longer comes first: what runs inside of it is drawn over it
+        # longer spans come first: spans inside them are drawn over them
         mine.sort(key=lambda i: (spans[i].start, -(spans[i].end - spans[i].start), spans[i].step, spans[i].op_id))
         free_at: list[Time] = []
         for i in mine:
@@ -208,7 +208,7 @@ def _bytes_of(graph: OpGraph, relations: Relations, i: int) -> int:
 
 
 def _causes(relations: Relations, positions: dict[int, int], order: Sequence[int]) -> dict[str, dict[str, str]]:
-    """The causes of each span, as its place and 1, or 0; spans that are not drawn are passed over."""
+    """The causes of each span, as index plus 1, or 0; spans that are not drawn are skipped."""
     causes = [cause(relations, i) for i in order]
     return {
         "source": _narrow([0 if source is None else positions.get(source, -1) + 1 for source, _ in causes]),
@@ -217,7 +217,7 @@ def _causes(relations: Relations, positions: dict[int, int], order: Sequence[int
 
 
 def _first_drawn(relations: Relations, positions: dict[int, int], i: int | None) -> int:
-    """The place of the first drawn span from i back, -1 without one."""
+    """The index of the first drawn span from i back, -1 without one."""
     seen: set[int] = set()  # a measured clock may run backwards between ranks
     while i is not None and i not in positions and i not in seen:
         seen.add(i)
@@ -270,7 +270,7 @@ def _doubles(values: Sequence[float]) -> dict[str, str]:
 
 
 def _narrow(values: Sequence[int]) -> dict[str, str]:
-    """Counts and places, none of them negative, in the narrowest type that holds them."""
+    """Counts and indices (not negative) in the narrowest type that holds them."""
     column = np.asarray(values, dtype=np.int64)
     most = int(column.max(initial=0))
     name, dtype = next((name, dtype) for name, dtype in _WIDTHS if most <= np.iinfo(dtype).max)

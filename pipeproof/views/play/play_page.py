@@ -2,7 +2,7 @@
 
 Its scripts generate schedules, lower them to rows, time these and look for
 deadlocks, as the packages ``schedule``, ``comm``, ``sim`` and ``verify`` do.
-What those have as tables is written into the page.
+The tables of these packages are written into the page.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ function widthOf(text) {
   return widths.get(key);
 }
 
-// A computation as F0, without its stage, which is that of the row (a paler colour is a later chunk); else as its letter.
+// A computation as F0, without its stage, which the row shows (a paler colour is a later chunk); else as its letter.
 function drawLabel(name, x, y, width, h, ink) {
   const full = h >= 18 ? 11 : 9, isTransfer = name.includes("_");
   const letter = (name.match(/[A-Z]/) || [""])[0];
@@ -180,8 +180,8 @@ function endsIdle(tl, to) {
   return place < offsets[rank + 1] && end[place] <= at + near && CAUSES[cause[place]] !== "cool-down";
 }
 
-// The messages that end an idle time, or all, where they are few enough to follow; and always those of the path and of
-// what is chosen.
+// The messages that end an idle time, or all, if they are few enough to follow; and always the messages of the path and
+// of the selection.
 function drawArrows(k) {
   const tl = TIMELINES[k], { from, to, critical } = tl.arrows;
   const focus = [state.selected, state.hovered].filter((one) => one && one.k === k && one.i >= 0).map((one) => one.i);

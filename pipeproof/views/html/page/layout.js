@@ -1,7 +1,7 @@
 // What the reader sees of the data: the visible time, the scroll position, what is switched on, and where each row stands.
 
 const OVERVIEW = 12, AXIS = 22 + OVERVIEW, COMPUTE = 24, QUEUE = 11, HELD = 28, GAP = 6;
-// The width of the names of rows: that of the widest, so that none is cut.
+// The width of the names of rows: as wide as the widest, and none is cut.
 let GUTTER = 132;
 
 const state = {
@@ -47,7 +47,7 @@ function rowsOf() {
 }
 
 let layout = rowsOf();
-// By timeline: the row of a lane, and that of a rank's compute queue, which stands in for queues that are not shown.
+// By timeline: the row of a lane, and of a rank's compute queue, which represents queues that are not shown.
 let rowOfLane = [], rowOfRank = [];
 
 function relayout() {

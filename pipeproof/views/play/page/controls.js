@@ -1,4 +1,4 @@
-// The form, what it shows at once, and what it shows when it has been computed: verdicts of other models, noise.
+// The form, the results that it shows at once, and the results that take longer: verdicts of other models, noise.
 
 const element = (id) => document.getElementById(id);
 
@@ -142,7 +142,7 @@ function showVerdict({unfit, fitting, graph, verdict, timed}) {
   box.className = "deadlock";
   box.replaceChildren(make("strong", {}, "Deadlock."), `With one FIFO per ${fifo}, ${shown.join(" waits for ")}. `);
   if (timed.isStuck) box.append("There is no timeline. ");
-  else box.append("The timeline is that of a backend that ends sends as set under Links. ");
+  else box.append("The timeline is for a backend that ends sends as set under Links. ");
   if (values.recv !== "send_order") {
     const button = make("button", {type: "button"}, "Post receives in the order of sends");
     button.addEventListener("click", () => change({recv: "send_order"}));
@@ -150,7 +150,7 @@ function showVerdict({unfit, fitting, graph, verdict, timed}) {
   }
 }
 
-// The settings to compare with: what they are, and their timeline on the same axis.
+// The settings to compare with: their values, and their timeline on the same axis.
 function showPinned(base, most) {
   element("pinned").hidden = !base;
   element("pin").setAttribute("aria-pressed", String(Boolean(base)));
@@ -268,7 +268,7 @@ element("reset").addEventListener("click", () => { refused = []; pinned = null; 
 element("pin").addEventListener("click", () => { pinned = pinned ? null : {...values}; change({}); });
 copyWith(element("copy-link"), () => location.href);
 copyWith(element("copy-plan"), () => planText(values));
-element("about").textContent = `Schedules, times and verdicts are those of pipeproof, to the nanosecond. Left out: ${DATA.leftOut.join(" and ")}, `
+element("about").textContent = `Schedules, times and verdicts equal pipeproof's, to the nanosecond. Left out: ${DATA.leftOut.join(" and ")}, `
   + "which need sequence splits and a search. Noise is drawn here.";
 const open = () => { ({values, pinned, refused} = readFragment(location.hash)); show(); };
 addEventListener("hashchange", open);

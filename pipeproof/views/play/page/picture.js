@@ -13,7 +13,7 @@ const isDark = (rgb) => {
   return 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05) > (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05) / 0.05;
 };
 
-// A round step so that a width has about `wanted` marks.
+// A round step that gives a width about `wanted` marks.
 function tickStep(width, wanted) {
   const rough = width / Math.max(1, wanted), power = 10 ** Math.floor(Math.log10(rough));
   return power * [1, 2, 5, 10].find((factor) => factor * power >= rough);

@@ -249,7 +249,7 @@ const GENERATORS = {
 
 const textOf = ({kind, stage, microBatch}) => `${stage}${kind}${microBatch}`;
 
-// {programs, m, numStages} of a text with a line for each rank, or {problem}: why it is no schedule of this page.
+// {programs, m, numStages} of a text with a line for each rank, or {problem}: the reason if it is not a schedule of this page.
 const readBefore = new Map();
 function readPrograms(text) {
   if (!readBefore.has(text)) {
@@ -268,7 +268,7 @@ function parsePrograms(text) {
     programs.push([]);
     for (const word of line.split(/[\s,;]+/).filter(Boolean)) {
       const [, stage, kind, microBatch] = word.match(/^(\d{1,3})([FBIW])(\d{1,3})$/) ?? [];
-      if (kind === undefined) return refuse(`rank ${rank}: ${word.slice(0, 30)} is no computation such as 0F0`);
+      if (kind === undefined) return refuse(`rank ${rank}: ${word.slice(0, 30)} is not a computation such as 0F0`);
       const op = compute(kind, +stage, +microBatch);
       if (seen.has(textOf(op))) return refuse(`${word} is there twice`);
       const [forward, input] = ["F", "I"].map((needed) => seen.get(textOf({...op, kind: needed})));
