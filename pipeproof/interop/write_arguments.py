@@ -239,7 +239,7 @@ def _model(spec: PlanSpec) -> Iterator[Sequence[str]]:
 
 
 def _given(spec: PlanSpec, *flags: str) -> Iterator[Sequence[str]]:
-    """Yield flags with the values of their keys; those of a key that is null are left out."""
+    """Yield flags with the values of their keys; keys that are null are left out."""
     for flag in flags:
         value = reduce(getattr, map(str, PLAN_KEYS[flag]), spec)
         if value is not None:

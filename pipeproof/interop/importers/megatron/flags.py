@@ -52,7 +52,7 @@ PLAN_KEYS: Final[Mapping[str, KeyPath]] = MappingProxyType(
         "--clip-grad": ("run", "clip_norm"),
     }
 )
-"""Flags whose value is that of one key of a plan, and the key."""
+"""Flags whose value is the value of one key of a plan, and the key."""
 
 FLAGS: Final = frozenset(
     [
