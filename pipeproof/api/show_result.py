@@ -1,4 +1,4 @@
-"""``pipeproof.show``: what is derived from a plan, with records and a page."""
+"""``pipeproof.show``: the stages, layers and programs of a plan, with records and a page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ShowResult(Result):
 
 
 def show(plan: GivenPlan, *, settings: Settings | None = None) -> ShowResult:
-    """Show what is derived from a plan: stages, ranks, layers and programs.
+    """Show the contents of a lowered plan: stages, ranks, layers and programs.
 
     Args:
         plan: A path, a dict, a ``PlanSpec`` or a loaded plan.

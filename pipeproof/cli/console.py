@@ -138,7 +138,7 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto", noted: Seque
 
 
 def note_kind(file: Path) -> None:
-    """Print on standard error what a refused file is and which command reads it, if it is recognised."""
+    """Print on standard error the kind of a refused file and the commands that read it, if it is recognised."""
     from pipeproof.cli.file_kinds import note_of_kind
 
     note = note_of_kind(file)

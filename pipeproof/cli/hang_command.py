@@ -173,7 +173,7 @@ def _from_rings(directory: Path, follows: bool, limits: tuple[float, float, floa
 
 @dataclass
 class _Output:
-    """Options of the output, and what was printed last."""
+    """Options of the output, and the last printed text."""
 
     on_hang: str | None
     stacks: Path | None

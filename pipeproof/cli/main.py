@@ -79,7 +79,7 @@ class _Commands(SectionedGroup):
 
     def make_context(self, *arguments: Any, **others: Any) -> click.Context:
         try:
-            return super().make_context(*arguments, **others)  # which prints what options such as --schema ask for
+            return super().make_context(*arguments, **others)  # which runs options such as --schema
         except BrokenPipeError:
             output_closed()
         except KeyboardInterrupt:  # while the help imports all commands

@@ -132,7 +132,7 @@ class PlanSource:
             yield from ("--set", f"{dotted(path)}={json.dumps(value)}")
 
     def for_file(self, file: Path) -> PlanSource:
-        """Return the source for a file: without ``--from``, recognised by its content, as ``for_kind`` has it."""
+        """Return the source for a file: without ``--from``, recognised by its content; see ``for_kind``."""
         from pipeproof.cli.file_kinds import kind_of
 
         return self if self.kind is not None else self.for_kind(file, kind_of(file))

@@ -6,7 +6,7 @@ conformance suite (``pipeproof.testing.probes``) checks a backend against
 them. Each row below states the meaning of the behaviour, the effect on plans
 if the backend differs, and the source of the value.
 
-A table has only what proofs and runs depend on. *Posts* are what pipeproof's
+A table has only facts that proofs and runs depend on. *Posts* are what pipeproof's
 adapter builds from the backend's own functions; a plan's SEND and RECV use posts.
 """
 

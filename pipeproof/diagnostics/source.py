@@ -126,7 +126,7 @@ class Excerpt:
     """Lines of a file with their numbers; the last one has the location, and a range of it is marked.
 
     ``indent`` and ``marked`` are terminal columns: before the marked range of
-    the last line as it is shown, and of the range.
+    the last shown line, and of the range.
     """
 
     lines: tuple[tuple[int, str], ...]

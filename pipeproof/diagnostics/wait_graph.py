@@ -61,7 +61,7 @@ class Wait:
 
     @property
     def sentence(self) -> str:
-        """The text with what the wait is for, and why that does not come."""
+        """The text with the awaited operation, and why it does not come."""
         return f"{self.text} for {self.awaited}{self.why and f', {self.why}'}"
 
 
@@ -229,8 +229,8 @@ def absence_finding(
         code: its code.
         graph: the graph with the waits for these nodes.
         absent: the ranks that never reached it.
-        what: what is wrong, before the operation.
-        lines: what is known about these ranks.
+        what: the fault, as text before the operation.
+        lines: known facts about these ranks.
     """
     waits = list({wait.text: wait for node in absent.values() for wait in graph.waiters(node).values()}.values())
     witness = OpsWitness(

@@ -66,7 +66,7 @@ class Answers:
 
 
 def new_plan(answers: Answers) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plan of the answers, as a plan file has it, and sentences about values that no answer gives.
+    """The plan of the answers, as in a plan file, and sentences about values without an answer.
 
     Raises:
         AnswerError: the answers do not go together.

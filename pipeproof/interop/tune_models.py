@@ -24,7 +24,7 @@ from pipeproof.specs.load_plan import load_plan, plan_from_dict
 
 @dataclass(frozen=True)
 class PublicModel:
-    """The keys of ``model`` of a plan, without the sequence length; ``notes`` name what a plan cannot express."""
+    """The keys of ``model`` of a plan, without the sequence length; ``notes`` name inexpressible properties."""
 
     keys: Mapping[str, Any]
     notes: tuple[str, ...] = ()

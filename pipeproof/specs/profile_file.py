@@ -171,7 +171,7 @@ class ProfileSource(_Part):
         description="Median of the counted steps, from the first start to the last end of a computation. Null if "
         "not known."
     )
-    assumptions: _Listed[str] = Field(description="What was assumed or left out.")
+    assumptions: _Listed[str] = Field(description="Assumptions and omissions.")
 
 
 class Profile(_Part):

@@ -16,7 +16,7 @@ _ALIGNED = 8
 
 
 def check_run(plan: PlanSections) -> list[Problem]:
-    """PP106: Paddle has no 16-bit types, and replay is of fixed steps.
+    """PP106: Paddle has no 16-bit types, and only fixed steps can be replayed.
 
     16-bit main weights are too narrow for AdamW's epsilon (float16), and for the squares of all gradients.
     """

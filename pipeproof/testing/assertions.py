@@ -28,7 +28,7 @@ def assert_plan_sound(plan: Plan, *, allow: Collection[str] = (), strict: bool =
     """Fail, with the text that ``pipeproof check`` prints, unless a plan is proved.
 
     Args:
-        plan: a path, a mapping with what a plan file holds, or a loaded plan.
+        plan: a path, a mapping with the content of a plan file, or a loaded plan.
         allow: codes of allowed findings.
         strict: warnings fail, too, as with ``check --strict``; notes never do.
 

@@ -68,7 +68,7 @@ def backend_table_version(table: BackendTable) -> str:
 
 
 def graph_digest(subject: Subject) -> str:
-    """SHA-256 (hex) over the op graph and everything else that changes what runs: the identity of a plan.
+    """SHA-256 (hex) over the op graph and everything else that changes a run: the identity of a plan.
 
     That is: the op graph with its queues, layouts, shapes, dtypes and group
     order; layers, parameters and stages; loss normalization, whether gradients

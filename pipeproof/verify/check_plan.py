@@ -207,7 +207,7 @@ def with_causes(subject: Subject, findings: Sequence[Finding]) -> tuple[Finding,
     """Return the findings with their causes, each followed by those that follow from it.
 
     Args:
-        subject: what was checked.
+        subject: the checked subject.
         findings: the findings, in the order in which they are to be shown.
     """
     search = _Search(subject, findings)

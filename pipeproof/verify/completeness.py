@@ -224,7 +224,9 @@ def _check_splits(subject: Subject) -> Iterator[Finding]:
     follows = (before != NONE) & (table.work_item % graph.num_splits > 0)
     for first, onward in ((table.first[_F], True), (table.first_backward, False)):
         own, previous = first[entry[follows]], first[before[follows]]
-        due, late = (previous, own) if onward else (own, previous)  # what should run first, and what should run next
+        due, late = (
+            (previous, own) if onward else (own, previous)
+        )  # the operation that should run first, and the next one
         for index in np.flatnonzero((due != NONE) & (late != NONE) & (late < due)).tolist():
             needs, needed = int(late[index]), int(due[index])
             yield SPLITS.finding(

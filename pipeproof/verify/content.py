@@ -1,4 +1,4 @@
-"""Symbolic contents of buffers: what each kind of operation writes to, and expects in, the buffers that it names.
+"""Symbolic contents of buffers: the results that each kind of operation writes to, and expects in, its named buffers.
 
 The kind of an operation states its inputs: ``1F0`` reads the activation of stage
 0 for micro-batch 0. The names on its row state where they are stored. A program

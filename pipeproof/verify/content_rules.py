@@ -1,4 +1,4 @@
-"""509 to 514: buffers hold what their readers compute with, sums are complete, and what is distributed was written."""
+"""509 to 514: buffers hold what their readers compute with, sums are complete, and distributed values were written."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _term_text(graph: OpGraph, term: Term) -> str:
 
 
 def _expectation(graph: OpGraph, op: int, *, adds: bool) -> str:
-    """The text of what an operation computes with, in the names of the operations that make it."""
+    """The text of an operation's input, by the names of the operations that make it."""
     kind, stage, work_item = KINDS[graph.kind[op]], int(graph.stage[op]), int(graph.work_item[op])
     if work_item == NONE:
         return f"the gradient of stage {stage}"

@@ -89,7 +89,7 @@ class LayerNumber:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A rank of the graph builds the embedding (what the first stage begins with) or the loss (the last one's end)."""
+    """A rank builds the embedding (the beginning of the first stage) or the loss (the end of the last one)."""
 
     rank: int
     what: Literal["embedding", "loss"]

@@ -454,7 +454,7 @@ def _wrong_weights(graph: OpGraph, has_parts: BoolColumn) -> IntColumn:
 
 
 def _between(graph: OpGraph, has_parts: BoolColumn) -> IntColumn:
-    """Rows between a computation and its last part that are of no computation with parts."""
+    """Rows between a computation and its last part that belong to no computation with parts."""
     rows = _of_computations(graph, has_parts)
     owners = graph.parent[rows]
     belongs = has_parts.copy()

@@ -140,7 +140,7 @@ def suppress(
 
     Args:
         subject: a plan with its suppressions; a graph alone has none.
-        findings: what the rules found.
+        findings: the findings of the rules.
         docs: the documents of the rules, by code.
         run: the codes of the rules that ran, of this module's two included.
 

@@ -61,7 +61,7 @@ def trace_json(timeline: Timeline, curves: Sequence[Curve] = (), about: Mapping[
 def write_trace(
     timeline: Timeline, path: Path, curves: Sequence[Curve] = (), about: Mapping[str, str] = _NOTHING
 ) -> None:
-    """Write the file of ``trace_json``, overwriting what is there.
+    """Write the file of ``trace_json``; an existing file is overwritten.
 
     Raises:
         OSError: the file cannot be written.

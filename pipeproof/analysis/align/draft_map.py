@@ -46,7 +46,7 @@ def _one_each(tensors: Sequence[Recorded], is_weight: bool) -> dict[str, tuple[i
 def _matched(
     a: dict[str, tuple[int, ...]], b: dict[str, tuple[int, ...]]
 ) -> tuple[list[tuple[str, str]], tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]]:
-    """Pairs of names, and what is left of both sides."""
+    """Pairs of names, and the rest of both sides."""
     sizes = [[tuple(sorted(n for n in shape if n > 1)) for shape in each.values()] for each in (a, b)]
     names = list(a), list(b)
     pairs = [

@@ -230,7 +230,9 @@ class RecordMap:
             group = ("",) if tensor.parameter else (tensor.direction, tensor.side, tensor.micro_batch, tensor.piece)
             groups.setdefault(group, {})[tensor.parameter or tensor.layer] = tensor
         order = {id(tensor): position for position, tensor in enumerate(tensors)}
-        weights_first = sorted(groups.items(), key=lambda each: len(each[0]))  # what does not fit has a person's names
+        weights_first = sorted(
+            groups.items(), key=lambda each: len(each[0])
+        )  # groups that do not fit have a person's names
         sides = [
             (order[id(last)], side) for group, named in weights_first for last, side in self._of_group(group, named)
         ]
@@ -362,7 +364,7 @@ def _swapped(side: Side, how: str = "dims 0 and 1 exchanged") -> Side:
 
 
 def _fitted_to(side: Side, other: Recorded) -> Side:
-    """The side in the other's shape, if one exchange of dims or one merge of them makes it; else as it is."""
+    """The side in the other's shape, if one exchange of dims or one merge of them makes it; else unchanged."""
     mine, theirs = side.recorded.shape, other.shape
     for candidate in (side, _swapped(side)) if len(mine) > 1 else (side,):
         shape = candidate.recorded.shape

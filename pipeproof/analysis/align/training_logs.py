@@ -93,7 +93,7 @@ def log_parts(path: Path, form: LogForm) -> Iterator[Iterator[Observed]]:
 
 
 def read_log(path: Path, form: LogForm, counts: Counter[tuple[int, str]] | None = None) -> Iterator[Observed]:
-    """All losses of a log, in its order; lines end with a newline or, as progress bars have it, a carriage return.
+    """All losses of a log, in its order; lines end with a newline or, in progress bars, with a carriage return.
 
     ``counts`` has the anchors that precede it.
 

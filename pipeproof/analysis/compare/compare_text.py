@@ -20,7 +20,7 @@ _WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a ru
 
 
 def render_comparison(comparison: Comparison, console: Console, *, worst: int, note: str) -> None:
-    """Print which is faster, what the two files are, totals and errors, the first divergence and the worst operations.
+    """Print the faster one, the kinds of both files, totals and errors, the first divergence and the worst operations.
 
     ``note`` is about the costs of two plans.
     """

@@ -1,6 +1,6 @@
 """Timelines as lists of operations, from files of the commands and from plans, for comparison.
 
-A trace has whole nanoseconds and leaves out what takes no time (except
+A trace has whole nanoseconds and leaves out operations without duration (except
 computations and transfers); a run report has measured microseconds.
 """
 

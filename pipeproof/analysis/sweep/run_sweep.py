@@ -47,7 +47,7 @@ def run_sweep(
             processes on this machine.
         num_workers: Processes; without it, as many as there are processors. Not with ``executor``.
         on_result: Called in this thread with each result, as it comes.
-        evaluate_point: What is done with a point, and the file of the base plan. It must be picklable.
+        evaluate_point: Function of a point and the file of the base plan. It must be picklable.
 
     Processes of our own import the caller's main module: a script calls this below ``if __name__ == "__main__"``.
 

@@ -113,7 +113,7 @@ def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, 
 
 
 def laid_over(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The plan with the settings in it; ``base`` stays as it is.
+    """The plan with the settings in it; ``base`` is not changed.
 
     A mapping is laid over the existing mapping, key by key; any other
     value replaces the existing one, and null removes it.

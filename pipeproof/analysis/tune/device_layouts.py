@@ -47,7 +47,7 @@ class DeviceLayouts:
         self.expected_error = expected_error(device, has_experts=spec.gpt.moe is not None)
 
     def plan_of(self, layout: Layout) -> dict[str, Any]:
-        """The plan of a layout, as a plan file has it."""
+        """The plan of a layout, as in a plan file."""
         stages = self._bounds.stages_of(layout)
         return plan_data(self.data, self.framework, layout, None if even_stages(stages) else stages, self._memory_gib)
 

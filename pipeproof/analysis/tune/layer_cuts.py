@@ -194,7 +194,7 @@ class _Search:
         self._visit((), 0, [0] * len(self.stages_of_ranks))
 
     def result(self, kind: str, num_chunks: int) -> Best | Lacking:
-        """The fastest cut so far, or what is lacking for one."""
+        """The fastest cut so far, or the reason why there is none."""
         best = self.best
         if best is None:
             return Lacking(kind, self.way, self.least_needed, self.least_static)

@@ -304,7 +304,7 @@ class Bounds:
         ).spec
         if modules is None:
             return spec
-        # Costs are of all values of `recompute`: each cell has the modules of `selective`.
+        # Costs cover all values of `recompute`: each cell has the modules of `selective`.
         return spec.model_copy(update={"memory": spec.memory.model_copy(update={"recompute_modules": tuple(modules)})})
 
 

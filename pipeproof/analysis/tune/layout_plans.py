@@ -82,7 +82,7 @@ def plan_data(
     stages: Sequence[Sequence[str]] | None,
     budget_gib: float | None = None,
 ) -> dict[str, Any]:
-    """The plan of a layout, as a plan file has it; ``stages`` is its cut unless it is even."""
+    """The plan of a layout, as in a plan file; ``stages`` is its cut unless it is even."""
     topology: dict[str, Any] = {
         axis: getattr(layout, axis) for axis in ("pp", "tp", "dp", "cp", "ep") if getattr(layout, axis) > 1
     }

@@ -62,7 +62,7 @@ _TIMES = (*TIME_KEYS, "overlapped_us")
 
 
 class PlanLayouts:
-    """The layouts of one plan on its own ranks, with the step of the plan as it is (``present``).
+    """The layouts of one plan on its own ranks, with the step of the unchanged plan (``present``).
 
     ``fix`` has the allowed values of the names in ``FIXABLE``. ``schedule.memory_limit`` of the plan is in activations
     of its largest stage for one of its micro-batches; layouts that hold more are left out.

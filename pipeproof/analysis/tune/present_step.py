@@ -1,4 +1,4 @@
-"""The step of a plan as it is: its time, its critical path, and why ranks are idle.
+"""The step of an unchanged plan: its time, its critical path, and why ranks are idle.
 
 A rank's idle time, on average, falls into three parts: the busiest rank's work above the average (*overload*),
 messages that the critical path waits for (*messages*), and the rest, in which the pipeline fills and

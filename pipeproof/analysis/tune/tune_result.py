@@ -1,4 +1,4 @@
-"""Result of a search: the rows, what was removed and simulated, and their JSON form."""
+"""Result of a search: the rows, the counts of layouts, and their JSON form."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TuneCounts:
 class TuneResult:
     """The layouts with the shortest steps, the shortest first; of ties with its mesh, the simplest is first.
 
-    ``assumptions`` are sentences about values that the caller did not give, ``notes`` about what the rows need.
+    ``assumptions`` are sentences about values that the caller did not give, ``notes`` about the needs of rows.
     ``present`` is the step of the plan itself in a search on its own ranks; None in a search on a number of devices.
     ``expected_error`` is the share by which a predicted step is off in the mean of comparable measurements, or None.
     ``nearest`` is the smallest change that allows a layout, if there is none.

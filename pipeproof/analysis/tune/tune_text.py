@@ -1,4 +1,4 @@
-"""The result of a search in a terminal: a table of layouts, why the first one wins, and what was tried."""
+"""The result of a search in a terminal: a table of layouts, why the first one wins, and the numbers of layouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_DEVICES = ("pp", "tp", "cp", "ep", "dp", "recompute", "shard_optimizer")
 
 
 def render_tune(result: TuneResult, console: Console) -> None:
-    """Print the rows with the columns in which they differ, and one line for what all of them share."""
+    """Print the rows with the columns in which they differ, and one line for their common values."""
     present = result.present
     _print_head(result, console)
     if not result.rows:
@@ -85,7 +85,7 @@ def render_tune(result: TuneResult, console: Console) -> None:
 
 
 def _print_head(result: TuneResult, console: Console) -> None:
-    """Print the devices, or the plan as it is."""
+    """Print the devices, or the unchanged plan."""
     present, title = result.present, "" if result.framework == "any" else FRAMEWORKS[result.framework].title
     if result.device is None and present is None:
         limit = "" if result.memory_gib is None else f", {result.memory_gib:g} GiB each"

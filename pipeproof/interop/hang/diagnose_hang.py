@@ -84,7 +84,7 @@ class HangReport:
 
 
 def diagnose_dumps(directory: Path) -> HangReport:
-    """Read the dumps in a directory, and find what blocks the run.
+    """Read the dumps in a directory, and find the cause of the hang.
 
     Raises:
         PlanFileError: PP930, a dump cannot be read.

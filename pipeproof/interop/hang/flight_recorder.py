@@ -207,7 +207,6 @@ def _dump_files(directory: Path) -> dict[int, Path]:
 
 
 def _read_content(path: Path) -> dict[str, Any]:
-    """Read a dump."""
     try:
         with open_foreign(path, MAX_BYTES) as stream:
             is_json = stream.read(_MOST_SPACES).lstrip()[:1] == b"{"

@@ -155,7 +155,7 @@ PYTHON = (
     "a Python file is neither run nor interpreted: call `pipeproof.interop.from_arguments` in the process of its tool, "
     "or give the block of arguments that the tool prints"
 )
-"""Refusal of a Python file, with what to give instead."""
+"""Refusal of a Python file, with the alternative."""
 
 IMPORT_CODES: tuple[RuleDoc, ...] = (
     UNREADABLE,

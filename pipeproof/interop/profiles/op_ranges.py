@@ -1,6 +1,6 @@
 """Ranges of a rank's operations on its host, by their names, divided into steps.
 
-Names that are understood, each with a micro-batch and, but for the last, a stage:
+Recognised names, each with a micro-batch and, except the last, a stage:
 
 - ``pipeproof:1F0``: the text form of an operation, as our runtime names them, and as any program may;
 - ``PP:1F0``: an action of PyTorch's pipeline runtime (schedules with several stages on a rank); an overlapped pair is

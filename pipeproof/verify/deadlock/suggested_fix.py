@@ -40,7 +40,7 @@ _MOST_CHANGES = 6
 
 @dataclass(frozen=True)
 class _Draft:
-    """A graph being changed: its operations by rank in program order, the batches made, and what was changed."""
+    """A graph being changed: its operations by rank in program order, the new batches, and the changes."""
 
     programs: tuple[tuple[int, ...], ...]
     batches: Mapping[int, int]

@@ -274,7 +274,7 @@ class _Writing:
         self._link(entry[:-1][next_one], entry[1:][next_one])
 
     def _order_hosts(self) -> None:
-        """The order in which hosts issue, and what follows it."""
+        """The order in which hosts issue, and the entries that follow it."""
         openings = np.flatnonzero(self.entries.opens)
         issued = self._distinct(self.entry[self.with_host], openings)
         same_rank = self.entries.rank[issued[1:]] == self.entries.rank[issued[:-1]]

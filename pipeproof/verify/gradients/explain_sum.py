@@ -291,7 +291,7 @@ class _SumExplanation:
         return int(self._model.graph.kind[int(self._view.ops[index][0])])
 
     def missing(self, missing_terms: Sequence[str]) -> Iterator[Problem]:
-        """Reductions that are needed and missing: on the ranks without one, where others have it."""
+        """Reductions that are needed and missing: on the ranks that lack a reduction of other ranks."""
         for axis in missing_terms:
             if axis in ("unexpected", "lost"):
                 continue

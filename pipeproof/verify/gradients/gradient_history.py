@@ -38,7 +38,7 @@ class Grid:
     folded: frozenset[str]
 
     def size(self, axis: str) -> Coefficient:
-        """Ranks along ``axis``; 1 where the mesh does not have it."""
+        """Ranks along ``axis``; 1 if the mesh does not have it."""
         return self.sizes.get(axis, Coefficient.of(1))
 
     def along(self, group: Group) -> str | None:

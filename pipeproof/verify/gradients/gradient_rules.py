@@ -272,7 +272,7 @@ def _check_norm(subject: Subject) -> Iterator[Finding]:
     first_step = _ends(graph, steps, last=False)
     made = graph.is_kind(_BEFORE) | (
         graph.is_kind(CHILD_KINDS) & (graph.target_kind == KIND_CODE[OpKind.REDUCE_GRAD])
-    )  # what makes gradients whole
+    )  # operations that complete gradients
     whole = _ends(graph, np.flatnonzero(made), last=True)
     alone = np.flatnonzero((graph.kind == KIND_CODE[OpKind.ALL_REDUCE]) & (graph.parent == NONE))
     for axis in norm_axes(plan):

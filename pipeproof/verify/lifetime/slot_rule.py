@@ -207,7 +207,7 @@ NOTHING_TO_COPY = RuleDoc(
     code="PP515",
     title="a copy of activations that do not exist",
     explanation=(
-        "`OFFLOAD` copies what a forward keeps for its backward into host memory, and `RELOAD` copies that back. A "
+        "`OFFLOAD` copies the kept activations of a forward into host memory, and `RELOAD` copies them back. A "
         "reload without an offload of the same work item on its rank, or an offload without a forward, reads memory "
         "that nothing has written: the backward computes from an earlier step's values, or from none."
     ),

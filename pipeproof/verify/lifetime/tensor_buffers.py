@@ -118,7 +118,7 @@ class StageTensors:
     def _entry(self) -> IntColumn:
         """By operation that crosses the rank's boundary, a number for (place, direction, tensor, part).
 
-        Parts are what the messages of one tensor write, where several bring it.
+        If several messages bring one tensor, each message writes a part.
         """
         graph = self._graph
         rows = self.of_kind(*_RECVS, *_SENDS, *_GATHERS, *_SLICES)

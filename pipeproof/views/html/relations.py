@@ -1,4 +1,4 @@
-"""Relations between the spans of a timeline, and what follows from them: bubbles of ranks, and the critical path."""
+"""Relations between the spans of a timeline, and their consequences: bubbles of ranks, and the critical path."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Arguments:
     notes: tuple[tuple[str, Location], ...] = ()
     """Assumptions about the script, with their locations."""
     world_size: int | None = None
-    """Number of processes, where the file has it."""
+    """Number of processes, if the file has it."""
     has_all: bool = False
     """True if all arguments of the program are listed, defaults included."""
     program: str = ""

@@ -28,7 +28,7 @@ BLOCKS: Final = "give the output of `bash -x SCRIPT`, or the block of arguments 
 
 
 class ScriptError(Exception):
-    """A script that cannot be read, with the location and what to give instead."""
+    """A script that cannot be read, with the location and the alternative."""
 
     def __init__(self, message: str, location: Location, help: str | None = None) -> None:
         super().__init__(message)

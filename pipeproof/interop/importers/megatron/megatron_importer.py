@@ -213,7 +213,7 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
 def _expert_parallel(reader: FlagReader, ep: int, expert_tp: int, plan_ep: int, tp: int) -> int:
     """Set the plan's expert-parallel ranks, and return their number.
 
-    What the plan shows otherwise is listed: experts over ranks of one replica, or over fewer tensor-parallel ranks.
+    Differences of the plan are listed: experts over ranks of one replica, or over fewer tensor-parallel ranks.
     """
     if reader.has(_EP):
         reader.put(_EP, plan_ep)
@@ -399,7 +399,7 @@ def _number(digits: str, unit: str) -> int:
 
 
 def _note_other_steps(reader: FlagReader, batches: tuple[int, ...], sequences: int, num_chunks: int) -> None:
-    """List the steps with other batches, and refuse those for which there is no interleaved schedule."""
+    """List the steps with other batches, and refuse steps without an interleaved schedule."""
     draft = reader.draft
     checked = f"steps of {count(draft, 'schedule', 'num_micro_batches')} micro-batches are checked"
     others = [size // sequences for size in batches[:-1] if size % sequences == 0]

@@ -25,7 +25,7 @@ def names_of(tool: str) -> Mapping[str, str]:
 
 
 def plain(name: str) -> str:
-    """Return a flag, or a key, as the lists have it: ``--num-layers`` is ``num_layers``."""
+    """Return a flag, or a key, as in the lists: ``--num-layers`` is ``num_layers``."""
     return name.rpartition(".")[2].removeprefix("--").replace("-", "_")
 
 

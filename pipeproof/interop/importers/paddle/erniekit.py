@@ -132,7 +132,7 @@ def _check_start(settings: Settings, job: FleetJob, stage: SourcedValue[str]) ->
 
 
 def _tail(settings: Settings) -> SourcedValue[int]:
-    """Return the number of empty layers behind the last block, for which false is 0."""
+    """Return the number of empty layers after the last block; false means 0."""
     if settings.values.get("add_tail_layers", (False, None))[0] is False:
         return SourcedValue(0, "add_tail_layers", settings.location("add_tail_layers"))
     return settings.integer(0, "add_tail_layers")

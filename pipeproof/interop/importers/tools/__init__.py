@@ -1,1 +1,1 @@
-"""A table for each tool that starts Megatron-Core: how its files are known, and what its names mean."""
+"""A table for each tool that starts Megatron-Core: how to recognise its files, and the meaning of its names."""

@@ -1,4 +1,4 @@
-"""A table for each trainer on Megatron-Core: how its files are known, and what its own names mean."""
+"""A table for each trainer on Megatron-Core: how to recognise its files, and the meaning of its own names."""
 
 from __future__ import annotations
 
