@@ -1,6 +1,6 @@
 """7xx: the most memory that a rank holds, against the available memory.
 
-Only a simulation can tell. A plan without a budget or a device is not
+Only a simulation shows it. A plan without a budget or a device is not
 simulated for its check, and the simulator is not even loaded.
 """
 

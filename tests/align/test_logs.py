@@ -115,7 +115,7 @@ def test_other_md5s_of_the_same_digits_are_different(tmp_path):
     ("line", "fact"),
     [
         (trainer(1, "9.o"), "'9.o' is not a loss"),
-        (trainer("1x", 9.0), "'1x' is no global_step"),
+        (trainer("1x", 9.0), "'1x' is not a global_step"),
         (trainer(1, 9.0, ", loss_md5: 12"), "'12' is not an MD5"),
         (trainer(1, 9.0, ", mtp_1_loss: ?"), "'?' is not a loss"),
         (f"final_loss: rank=x val=1.0 md5={MD5}\n", "'x' is not a rank"),
