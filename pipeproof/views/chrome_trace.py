@@ -107,7 +107,7 @@ class Slices:
 
     @cached_property
     def shown(self) -> tuple[Span, ...]:
-        """The spans that are drawn: all but those of no length, computations and transfers excepted."""
+        """The drawn spans: all except spans of no length that are not computations or transfers."""
         return tuple(
             span
             for span in self.timeline.spans

@@ -66,7 +66,11 @@ def real(name, **flags):
         ("--overlap-param-gather --overlap-grad-reduce", "PP171", "it needs --use-distributed-optimizer"),
         ("--overlap-param-gather --use-distributed-optimizer", "PP171", "it needs --overlap-grad-reduce"),
         ("--yaml-cfg job.yaml", "PP170", "--yaml-cfg replaces all arguments by another file"),
-        ("--context-parallel-size 4 --seq-length 132", "PP171", "132 is not a multiple of 2 x --context-parallel-size 4"),
+        (
+            "--context-parallel-size 4 --seq-length 132",
+            "PP171",
+            "132 is not a multiple of 2 x --context-parallel-size 4",
+        ),
         (f"{OF_EXPERTS}{SELECTIVE}--recompute-modules attention", "PP171", "has `attention`"),
         (f"{OF_EXPERTS}{SELECTIVE}--recompute-modules mla_up_proj", "PP171", "without --multi-latent-attention"),
         (f"{SHARED}--recompute-modules shared_experts", "PP171", "with --moe-shared-expert-overlap"),
