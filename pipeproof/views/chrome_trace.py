@@ -136,7 +136,7 @@ class Slices:
         return _CATEGORIES[self.kinds[span.op]]
 
     def nanoseconds(self, time: Time) -> int:
-        """A time since the timeline's first start, rounded half to even: what viewers store.
+        """A time since the timeline's first start, rounded half to even, as viewers store it.
 
         That is ``round`` of an exact fraction, in integers: there are two times for each of up to millions of spans.
         """
