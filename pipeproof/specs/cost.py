@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from pipeproof.diagnostics.problems import Problem, listed
 from pipeproof.specs.cost_table import CostTable
 from pipeproof.specs.exact_times import TIME_KEYS, PositiveTimeByStage, Slowdown, StageTimes, Time, TimeByStage
-from pipeproof.specs.section import FROM_LIST, Section, refuse, shorthand_schema
+from pipeproof.specs.section import FROM_LIST, Section, shorthand_schema
 
 DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "gb200", "b300", "gb300", "mi300x"]
 """An accelerator; ``pipeproof.cost.devices`` has the figures of its data sheet."""
@@ -379,10 +379,27 @@ class CostSpec(Section):
         description="The links that give messages and collectives their times, in place of p2p_latency_us.",
     )
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        refuse(_problems(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        """The backward time is whole or in two parts (PP104), and no time is given twice (PP106)."""
+        if self.analytic is not None or self.profile is not None:
+            source, verb = ("analytic", "computes") if self.analytic is not None else ("profile", "measured")
+            for name in sorted(self.given):
+                if name.endswith("_us") or name == "profile" != source:
+                    message = f"`cost.{name}` is given together with `cost.{source}`, which {verb} it"
+                    fix = f"remove {name}, or give all times and remove {source}"
+                    yield Problem("PP106", (name,), message, help=fix, at_key=True)
+            return
+        parts = [name for name in ("backward_input_us", "backward_weight_us") if getattr(self, name) is not None]
+        if self.backward_us is not None and parts:
+            names = listed([f"`cost.{name}`" for name in parts], "and")
+            message = f"`cost.backward_us` is given together with {names}"
+            fix = "give backward_us alone, or backward_input_us and backward_weight_us"
+            yield Problem("PP106", ("backward_us",), message, help=fix, at_key=True)
+        elif len(parts) == 1:
+            missing = "backward_weight_us" if parts == ["backward_input_us"] else "backward_input_us"
+            message = f"`cost.{parts[0]}` is given without `cost.{missing}`"
+            fix = f"add `{missing}`, or give the whole time as backward_us"
+            yield Problem("PP104", (parts[0],), message, help=fix, at_key=True)
 
     @model_serializer(mode="wrap")
     def _without_unused_times(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -479,44 +496,3 @@ def placeholder_note(cost_keys: Collection[str] = (), **defaults: str) -> str:
 
 def _at(times: StageTimes, stage: int) -> Fraction:
     return times[stage] if isinstance(times, tuple) else times
-
-
-def _problems(cost: CostSpec) -> list[Problem]:
-    """The backward time is whole or in two parts (PP104), and no time is given twice (PP106)."""
-    if cost.analytic is not None or cost.profile is not None:
-        source, verb = ("analytic", "computes") if cost.analytic is not None else ("profile", "measured")
-        return [
-            Problem(
-                "PP106",
-                (name,),
-                f"`cost.{name}` is given together with `cost.{source}`, which {verb} it",
-                help=f"remove {name}, or give all times and remove {source}",
-                at_key=True,
-            )
-            for name in sorted(cost.model_fields_set)
-            if (name.endswith("_us") or name == "profile" != source) and getattr(cost, name) is not None
-        ]
-    parts = [name for name in ("backward_input_us", "backward_weight_us") if getattr(cost, name) is not None]
-    if cost.backward_us is not None and parts:
-        names = listed([f"`cost.{name}`" for name in parts], "and")
-        return [
-            Problem(
-                "PP106",
-                ("backward_us",),
-                f"`cost.backward_us` is given together with {names}",
-                help="give backward_us alone, or backward_input_us and backward_weight_us",
-                at_key=True,
-            )
-        ]
-    if len(parts) == 1:
-        missing = "backward_weight_us" if parts == ["backward_input_us"] else "backward_input_us"
-        return [
-            Problem(
-                "PP104",
-                (parts[0],),
-                f"`cost.{parts[0]}` is given without `cost.{missing}`",
-                help=f"add `{missing}`, or give the whole time as backward_us",
-                at_key=True,
-            )
-        ]
-    return []

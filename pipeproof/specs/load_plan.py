@@ -391,7 +391,7 @@ def _validate(data: object) -> tuple[PlanSpec | None, list[Problem]]:
                 help="begin with `pipeproof: 1`, then model, topology and schedule",
             )
         ]
-    later = _later_problems(data)
+    later = [*_later_problems(data)]
     try:
         sections = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
         spec = PlanSpec.model_validate(sections)
@@ -447,21 +447,17 @@ LATER: tuple[LaterFeature, ...] = (
 """Values that are refused with PP107, which explains more than PP106."""
 
 
-def _later_problems(data: Mapping[str, object]) -> list[Problem]:
+def _later_problems(data: Mapping[str, object]) -> Iterator[Problem]:
     """PP107 for each key of ``data`` (a plan before validation) whose feature is not in this release."""
-    problems = []
     for row in LATER:
         section = data.get(row.section)
         if not isinstance(section, Mapping) or row.key not in section:
             continue
         value = section[row.key]
         if isinstance(value, str) and value in row.values and row.applies(section):
-            problems.append(
-                Problem(
-                    "PP107",
-                    (row.section, row.key),
-                    f"`{row.section}.{row.key}: {shortened(value)}` comes in a later release, with {row.feature}",
-                    help=row.alternative,
-                )
+            yield Problem(
+                "PP107",
+                (row.section, row.key),
+                f"`{row.section}.{row.key}: {shortened(value)}` comes in a later release, with {row.feature}",
+                help=row.alternative,
             )
-    return problems

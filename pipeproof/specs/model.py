@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, problems_error
 from pipeproof.specs.compressed_attention import AttentionType, CompressedAttentionSpec
-from pipeproof.specs.section import Section, divisors, multiples, refuse, shorthand_schema
+from pipeproof.specs.section import Section, divisors, multiples, shorthand_schema
 
 
 class HashTablesSpec(Section):
@@ -378,10 +378,11 @@ class ModelSpec(Section):
         default=None, description="Several residual streams between blocks; without it, one."
     )
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        refuse(_problems(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        """Heads fit the hidden size and are even (PP108); parts fit the model and each other (PP106, PP108)."""
+        heads = (_check_head_size, _check_groups) if self.mla is None else (_check_latent,)
+        for check in (*heads, _check_vocabulary, _check_experts, _check_parts, _check_compressed_attention):
+            yield from check(self)
 
     @property
     def num_empty(self) -> tuple[int, int]:
@@ -476,14 +477,7 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
 _LATER_OF_STREAMS = ("sinkhorn", "epsilon", "transposed", "contraction")
 
 
-def _problems(model: ModelSpec) -> list[Problem]:
-    """Heads fit the hidden size and are even (PP108); the parts of a model fit it and each other (PP106, PP108)."""
-    heads = _check_latent(model) if model.mla is not None else [*_check_head_size(model), *_check_groups(model)]
-    checks = (_check_vocabulary, _check_experts, _check_parts, _check_compressed_attention)
-    return [*heads, *(problem for check in checks for problem in check(model))]
-
-
-def _check_parts(model: ModelSpec) -> list[Problem]:
+def _check_parts(model: ModelSpec) -> Iterator[Problem]:
     """PP106: keys that have no meaning together."""
     latent = "`model.mla` has its own projections and norms"
     refused = [
@@ -500,21 +494,20 @@ def _check_parts(model: ModelSpec) -> list[Problem]:
         (model.positions == "learned" and model.mtp is not None, "positions", "`model.mtp` embeds without positions"),
         (model.positions == "learned" and model.mla is not None, "positions", "`model.mla` has rotary keys"),
     ]
-    return [
-        Problem("PP106", (key,), f"`model.{key}` is {getattr(model, key)!r}, and {why}", help=f"remove {key}")
-        for is_refused, key, why in refused
-        if is_refused
-    ]
+    for is_refused, key, why in refused:
+        if is_refused:
+            message = f"`model.{key}` is {getattr(model, key)!r}, and {why}"
+            yield Problem("PP106", (key,), message, help=f"remove {key}")
 
 
-def _check_head_size(model: ModelSpec) -> list[Problem]:
+def _check_head_size(model: ModelSpec) -> Iterator[Problem]:
     """Rotary embedding rotates pairs of elements, so the size of a head is even."""
     hidden, heads = model.hidden_size, model.num_heads
     if model.head_size is not None:
-        if model.head_size % 2 == 0:
-            return []
-        message = f"model.head_size {model.head_size} is odd, and rotary attention needs an even number"
-        return [Problem("PP108", ("head_size",), message, help=f"set it to {multiples(model.head_size, 2)}")]
+        if model.head_size % 2:
+            message = f"model.head_size {model.head_size} is odd, and rotary attention needs an even number"
+            yield Problem("PP108", ("head_size",), message, help=f"set it to {multiples(model.head_size, 2)}")
+        return
     if hidden % heads:
         message = f"model.hidden_size {hidden} does not divide into model.num_heads {heads} heads"
     elif hidden // heads % 2:
@@ -523,76 +516,65 @@ def _check_head_size(model: ModelSpec) -> list[Problem]:
             "and rotary attention needs an even number"
         )
     else:
-        return []
+        return
     fix = f"set model.hidden_size to {multiples(hidden, 2 * heads)}"
     if hidden % 2 == 0:  # heads of an even size: their number divides half the hidden size
         fix += f", or model.num_heads to {divisors(hidden // 2, heads)}"
-    return [Problem("PP108", ("hidden_size",), message, help=fix)]
+    yield Problem("PP108", ("hidden_size",), message, help=fix)
 
 
-def _check_groups(model: ModelSpec) -> list[Problem]:
+def _check_groups(model: ModelSpec) -> Iterator[Problem]:
     heads, kv_heads = model.num_heads, model.kv_heads
-    if heads % kv_heads == 0:
-        return []
-    message = f"model.num_heads {heads} does not divide into groups for model.num_kv_heads {kv_heads}"
-    fix = f"set model.num_kv_heads to {divisors(heads, kv_heads)}"
-    return [Problem("PP108", ("num_kv_heads",), message, help=fix)]
+    if heads % kv_heads:
+        message = f"model.num_heads {heads} does not divide into groups for model.num_kv_heads {kv_heads}"
+        fix = f"set model.num_kv_heads to {divisors(heads, kv_heads)}"
+        yield Problem("PP108", ("num_kv_heads",), message, help=fix)
 
 
-def _check_latent(model: ModelSpec) -> list[Problem]:
+def _check_latent(model: ModelSpec) -> Iterator[Problem]:
     assert model.mla is not None
-    problems = [
-        Problem(
-            "PP106",
-            (name,),
-            f"`model.{name}` is given together with `model.mla`, which has its own head sizes",
-            help=f"remove {name}",
-            at_key=True,
-        )
-        for name in ("num_kv_heads", "head_size")
-        if getattr(model, name) is not None
-    ]
+    for name in ("num_kv_heads", "head_size"):
+        if getattr(model, name) is not None:
+            message = f"`model.{name}` is given together with `model.mla`, which has its own head sizes"
+            yield Problem("PP106", (name,), message, help=f"remove {name}", at_key=True)
     size = model.mla.rope_head_size
     if size % 2:
         message = f"model.mla.rope_head_size {size} is odd, and rotary attention needs an even number"
-        problems.append(Problem("PP108", ("mla", "rope_head_size"), message, help=f"set it to {multiples(size, 2)}"))
-    return problems
+        yield Problem("PP108", ("mla", "rope_head_size"), message, help=f"set it to {multiples(size, 2)}")
 
 
-def _check_vocabulary(model: ModelSpec) -> list[Problem]:
+def _check_vocabulary(model: ModelSpec) -> Iterator[Problem]:
     """Padding makes a vocabulary larger, never smaller."""
     size = model.num_token_ids
-    if size <= model.vocab_size:
-        return []
-    message = f"model.unpadded_vocab_size {size} is more than model.vocab_size {model.vocab_size}, padding included"
-    fix = f"set model.vocab_size to a multiple of topology.tp that is at least {size}"
-    return [Problem("PP106", ("unpadded_vocab_size",), message, help=fix)]
+    if size > model.vocab_size:
+        message = f"model.unpadded_vocab_size {size} is more than model.vocab_size {model.vocab_size}, padding included"
+        fix = f"set model.vocab_size to a multiple of topology.tp that is at least {size}"
+        yield Problem("PP106", ("unpadded_vocab_size",), message, help=fix)
 
 
-def _check_experts(model: ModelSpec) -> list[Problem]:
-    moe, problems = model.moe, list[Problem]()
+def _check_experts(model: ModelSpec) -> Iterator[Problem]:
+    moe = model.moe
     if moe is None:
-        return problems
+        return
     if moe.top_k > moe.num_experts:
         message = f"a token is sent to model.moe.top_k {moe.top_k} experts, and there are {moe.num_experts}"
         fix = f"set model.moe.top_k to at most {moe.num_experts}"
-        problems.append(Problem("PP106", ("moe", "top_k"), message, help=fix))
+        yield Problem("PP106", ("moe", "top_k"), message, help=fix)
     if moe.dense_layers >= model.num_layers:
         message = f"model.moe.dense_layers {moe.dense_layers} leaves none of {model.num_layers} blocks for experts"
         fix = f"set it to at most {model.num_layers - 1}, or remove model.moe"
-        problems.append(Problem("PP106", ("moe", "dense_layers"), message, help=fix))
+        yield Problem("PP106", ("moe", "dense_layers"), message, help=fix)
     elif moe.hash_layers > model.num_layers - moe.dense_layers:
         message = f"model.moe.hash_layers {moe.hash_layers} is more than the number of blocks with experts"
         fix = f"set it to at most {model.num_layers - moe.dense_layers}"
-        problems.append(Problem("PP106", ("moe", "hash_layers"), message, help=fix))
-    return problems
+        yield Problem("PP106", ("moe", "hash_layers"), message, help=fix)
 
 
-def _check_compressed_attention(model: ModelSpec) -> list[Problem]:
+def _check_compressed_attention(model: ModelSpec) -> Iterator[Problem]:
     """PP106: keys that have no meaning with it; PP108: heads that do not divide into parts and groups."""
     spec = model.compressed_attention
     if spec is None:
-        return []
+        return
     dropped = model.dropout is not None and model.dropout.attention > 0
     refused = [
         (model.mla is not None, "mla", "both are the attention of all blocks"),
@@ -603,27 +585,25 @@ def _check_compressed_attention(model: ModelSpec) -> list[Problem]:
         (model.biases != "none", "biases", "its products have no biases"),
         (dropped, "dropout", "no dropout is defined for probabilities with a sink"),
     ]
-    problems = [
-        Problem("PP106", (key,), f"`model.{key}` is given together with `model.compressed_attention`: {why}",
-                help=f"remove {key}" + (", or set its `attention` to 0" if key == "dropout" else ""), at_key=True)
-        for is_refused, key, why in refused
-        if is_refused
-    ]  # fmt: skip
+    for is_refused, key, why in refused:
+        if is_refused:
+            message = f"`model.{key}` is given together with `model.compressed_attention`: {why}"
+            fix = f"remove {key}" + (", or set its `attention` to 0" if key == "dropout" else "")
+            yield Problem("PP106", (key,), message, help=fix, at_key=True)
     section, rope = "compressed_attention", spec.qk_rope_head_dim
     most = model.num_layers + (model.mtp is not None)
     if not 0 < len(spec.layer_types) <= most:
         message = f"`model.{section}.layer_types` has {len(spec.layer_types)} entries for {model.num_layers} blocks"
-        problems.append(Problem("PP106", (section, "layer_types"), message, help=f"give 1 to {most}"))
+        yield Problem("PP106", (section, "layer_types"), message, help=f"give 1 to {most}")
     smallest = min(model.size_of_head, spec.index_head_dim)
     if rope % 2 or rope > smallest:
         message = f"model.{section}.qk_rope_head_dim {rope} is not an even part of a head, whose size is {smallest}"
         fix = f"set it to an even number up to {smallest}"
-        problems.append(Problem("PP108", (section, "qk_rope_head_dim"), message, help=fix))
+        yield Problem("PP108", (section, "qk_rope_head_dim"), message, help=fix)
     if spec.rope_scaling is not None and spec.rope_scaling.beta_fast <= spec.rope_scaling.beta_slow:
         message = f"beta_fast {spec.rope_scaling.beta_fast} is not larger than beta_slow {spec.rope_scaling.beta_slow}"
-        problems.append(Problem("PP106", (section, "rope_scaling", "beta_fast"), message, help="exchange the two"))
+        yield Problem("PP106", (section, "rope_scaling", "beta_fast"), message, help="exchange the two")
     if model.num_heads % spec.o_groups:
         message = f"model.num_heads {model.num_heads} does not divide into model.{section}.o_groups {spec.o_groups}"
         fix = f"set o_groups to {divisors(model.num_heads, spec.o_groups)}"
-        problems.append(Problem("PP108", (section, "o_groups"), message, help=fix))
-    return problems
+        yield Problem("PP108", (section, "o_groups"), message, help=fix)

@@ -53,94 +53,79 @@ def _sizes_that_divide(model: ModelSpec, path: KeyPath, size: int, tp: int) -> s
     return f"set {dotted(('model', *path))} to {fitting}, or " if fitting else "set "
 
 
-def check_expert_parallel(plan: PlanSections) -> list[Problem]:
+def check_expert_parallel(plan: PlanSections) -> Iterator[Problem]:
     """PP108: experts, and the tokens sent to them at equal loads, divide over the EP or TP ranks.
 
     PP106: keys of an all-to-all are not given for another dispatcher; experts are distributed over one axis.
     """
     moe, topology = plan.model.moe, plan.topology
     if moe is None:
-        return []
-    problems = _check_dispatcher(moe)
+        return
+    yield from _check_dispatcher(moe)
     axis, size = ("tp", topology.tp) if topology.experts_over_tp else ("ep", topology.ep)
     if topology.experts_over_tp and topology.ep > 1:
         message = f"topology.experts_over_tp distributes experts over the TP ranks, and topology.ep {topology.ep} over "
         fix = f"set topology.ep to 1 and topology.dp to {topology.dp * topology.ep}, or remove experts_over_tp"
-        problems.append(Problem("PP106", ("topology", "experts_over_tp"), f"{message}the EP ranks", help=fix))
+        yield Problem("PP106", ("topology", "experts_over_tp"), f"{message}the EP ranks", help=fix)
     if size == 1:
-        return problems
+        return
     if moe.num_experts % size:
-        problems.append(
-            Problem(
-                "PP108",
-                ("model", "moe", "num_experts"),
-                f"model.moe.num_experts {moe.num_experts} does not divide by topology.{axis} {size}: experts are "
-                f"distributed over the {axis.upper()} ranks",
-                help=f"set model.moe.num_experts to {multiples(moe.num_experts, size)}, "
-                f"or topology.{axis} to {divisors(moe.num_experts, size)}",
-            )
+        yield Problem(
+            "PP108",
+            ("model", "moe", "num_experts"),
+            f"model.moe.num_experts {moe.num_experts} does not divide by topology.{axis} {size}: experts are "
+            f"distributed over the {axis.upper()} ranks",
+            help=f"set model.moe.num_experts to {multiples(moe.num_experts, size)}, "
+            f"or topology.{axis} to {divisors(moe.num_experts, size)}",
         )
     unit = size * topology.cp
     for path, length in plan.sequence_lengths.items():
         sent = length // plan.schedule.num_sequence_splits * moe.top_k
         if sent % unit:
-            problems.append(
-                Problem(
-                    "PP108",
-                    path,
-                    f"{sent} tokens go to experts ({dotted(path)} {length}, model.moe.top_k {moe.top_k}), which does "
-                    f"not divide by {unit}: each of the topology.{axis} {size} x topology.cp {topology.cp} ranks "
-                    "is assumed to get the same number",
-                    help=f"set {dotted(path)} to a multiple of {unit * plan.schedule.num_sequence_splits}",
-                )
+            yield Problem(
+                "PP108",
+                path,
+                f"{sent} tokens go to experts ({dotted(path)} {length}, model.moe.top_k {moe.top_k}), which does "
+                f"not divide by {unit}: each of the topology.{axis} {size} x topology.cp {topology.cp} ranks "
+                "is assumed to get the same number",
+                help=f"set {dotted(path)} to a multiple of {unit * plan.schedule.num_sequence_splits}",
             )
-    return problems
 
 
-def _check_dispatcher(moe: MoeSpec) -> list[Problem]:
+def _check_dispatcher(moe: MoeSpec) -> Iterator[Problem]:
     """An all-gather sends every token to every rank, once and unchanged."""
     if moe.dispatcher == "all_to_all":
-        return []
-    return [
-        Problem(
-            "PP106",
-            ("model", "moe", key),
-            f"model.moe.{key} is for tokens that go to the ranks of their experts, and model.moe.dispatcher "
-            f"{moe.dispatcher} takes all tokens to all ranks",
-            help=f"remove {key}, or use `dispatcher: all_to_all`",
-        )
-        for key in ("nodes_per_token", "dispatch_dtype", "router_dtype")
-        if getattr(moe, key) is not None
-    ] + [
-        Problem(
-            "PP106",
-            ("model", "moe", "hash_layers"),
-            f"model.moe.hash_layers {moe.hash_layers} choose experts by token id, and model.moe.dispatcher "
-            f"{moe.dispatcher} gathers tokens without their ids",
-            help="use `dispatcher: all_to_all`",
-        )
-    ] * (moe.hash_layers > 0)
+        return
+    for key in ("nodes_per_token", "dispatch_dtype", "router_dtype"):
+        if getattr(moe, key) is not None:
+            message = f"model.moe.{key} is for tokens that go to the ranks of their experts, and model.moe.dispatcher "
+            message += f"{moe.dispatcher} takes all tokens to all ranks"
+            fix = f"remove {key}, or use `dispatcher: all_to_all`"
+            yield Problem("PP106", ("model", "moe", key), message, help=fix)
+    if moe.hash_layers > 0:
+        message = f"model.moe.hash_layers {moe.hash_layers} choose experts by token id, and model.moe.dispatcher "
+        message += f"{moe.dispatcher} gathers tokens without their ids"
+        yield Problem("PP106", ("model", "moe", "hash_layers"), message, help="use `dispatcher: all_to_all`")
 
 
-def check_mtp(plan: PlanSections) -> list[Problem]:
+def check_mtp(plan: PlanSections) -> Iterator[Problem]:
     """PP108: every module has a token to predict in the shortest sequence; PP106: with streams it embeds itself."""
     mtp = plan.gpt.mtp
     if mtp is None:
-        return []
-    problems = []
+        return
     if plan.gpt.hyper_connections is not None and not mtp.embeds_again:
         message = "the embedded tokens of `model.mtp` modules cross between stages next to the several streams of "
         message += "`model.hyper_connections`, which are wider"
         fix = "set model.mtp.magic_send to true: modules look up their tokens themselves"
-        problems.append(Problem("PP106", ("model", "mtp"), message, help=fix, at_key=True))
+        yield Problem("PP106", ("model", "mtp"), message, help=fix, at_key=True)
     streams = plan.gpt.hyper_connections
     if mtp.reads == "streams" and (mtp.num_modules > 1 or streams is None or streams.contraction == "sum"):
         message = "model.mtp.reads is streams, which needs one module and a learned contraction "
         message += "(`model.hyper_connections`)"
-        problems.append(Problem("PP106", ("model", "mtp", "reads"), message, help="set it to after_norm"))
+        yield Problem("PP106", ("model", "mtp", "reads"), message, help="set it to after_norm")
     if mtp.magic_send and mtp.embedding == "own":
         message = "model.mtp.magic_send copies the embedding of the main model, and model.mtp.embedding is own"
-        problems.append(Problem("PP106", ("model", "mtp", "magic_send"), message, help="remove magic_send"))
+        yield Problem("PP106", ("model", "mtp", "magic_send"), message, help="remove magic_send")
     lengths = plan.sequence_lengths
     shortest = min(lengths, key=lengths.__getitem__)
     if lengths[shortest] <= mtp.num_modules:
@@ -149,16 +134,14 @@ def check_mtp(plan: PlanSections) -> list[Problem]:
         fix = f"set {dotted(shortest)} to {mtp.num_modules + 1} at least"
         if lengths[shortest] > 1:
             fix += f", or model.mtp.num_modules to at most {lengths[shortest] - 1}"
-        problems.append(Problem("PP108", shortest, message, help=fix))
-    return problems
+        yield Problem("PP108", shortest, message, help=fix)
 
 
-def check_compressed_attention(plan: PlanSections) -> list[Problem]:
+def check_compressed_attention(plan: PlanSections) -> Iterator[Problem]:
     """PP106: every rank and split has whole sequences; PP108: the shortest sequence makes an entry."""
     spec, topology = plan.gpt.compressed_attention, plan.topology
     if spec is None:
-        return []
-    problems = []
+        return
     divided: list[tuple[KeyPath, int, str]] = [
         (("topology", "cp"), topology.cp, "ranks"),
         (("schedule", "num_sequence_splits"), plan.schedule.num_sequence_splits, "splits"),
@@ -167,7 +150,7 @@ def check_compressed_attention(plan: PlanSections) -> list[Problem]:
         if size > 1:
             message = f"{dotted(path)} {size} divides sequences over {parts}, and the windows of "
             message += "`model.compressed_attention` need the tokens before them"
-            problems.append(Problem("PP106", path, message, help="set it to 1"))
+            yield Problem("PP106", path, message, help="set it to 1")
     rates = {kind: spec.rate_of(kind) or 1 for kind in spec.layer_types}
     kind = max(rates, key=rates.__getitem__)
     longest, of_documents = max(spec.documents or (0,)), ("model", "compressed_attention", "documents")
@@ -175,46 +158,46 @@ def check_compressed_attention(plan: PlanSections) -> list[Problem]:
         if length < rates[kind]:
             message = f"{dotted(path)} {length} makes no entry of {kind}: model.compressed_attention.compress_rates "
             message += f"has {rates[kind]} tokens for it"
-            problems.append(Problem("PP108", path, message, help=f"set it to {rates[kind]} at least"))
+            yield Problem("PP108", path, message, help=f"set it to {rates[kind]} at least")
     for path, length in plan.sequence_lengths.items() if spec.documents else ():
         if (total := sum(spec.documents or ())) != length:
             message = f"{dotted(of_documents)} has {total} tokens, and {dotted(path)} {length}"
-            problems.append(Problem("PP108", of_documents, message, help=f"give documents of {length} tokens together"))
-    return problems
+            yield Problem("PP108", of_documents, message, help=f"give documents of {length} tokens together")
 
 
-def check_splits(plan: PlanSections) -> list[Problem]:
+def check_splits(plan: PlanSections) -> Iterator[Problem]:
     """PP108: sequences divide into their splits, and these over the TP ranks; PP106: not with context parallelism."""
     schedule, topology = plan.schedule, plan.topology
     num_splits = schedule.num_sequence_splits
     if num_splits == 1:
-        return []
+        return
     if topology.cp > 1:
         message = f"sequences are divided into {num_splits} successive splits, and over {topology.cp} cp ranks"
-        return [
-            Problem("PP106", ("schedule", "num_sequence_splits"), message, help="use one of the two: cp 1, or 1 split")
-        ]
+        fix = "use one of the two: cp 1, or 1 split"
+        yield Problem("PP106", ("schedule", "num_sequence_splits"), message, help=fix)
+        return
     unit = num_splits * (topology.tp if topology.sequence_parallel else 1)
-    problems = []
     for path, length in plan.sequence_lengths.items():
         if length % unit:
             reason = f"schedule.num_sequence_splits {num_splits}"
             if unit != num_splits:
                 reason += f" x topology.tp {topology.tp} (sequence parallelism)"
             message = f"{dotted(path)} {length} does not divide by {reason}"
-            problems.append(Problem("PP108", path, message, help=f"set it to {multiples(length, unit)}"))
-    return problems
+            yield Problem("PP108", path, message, help=f"set it to {multiples(length, unit)}")
 
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 
 
-def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> list[Problem]:
+def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
     """Return the problems of the declared layers (PP104, PP106), and of the rest of the plan with them."""
-    return [
-        *_check_layers(model), *_check_times(model), *_check_lengths(plan, model), *_check_edges(plan, model),
-        *_check_other_sections(plan, model),
-    ]  # fmt: skip
+    yield from _check_layers(model)
+    yield from _check_times(model)
+    yield from _check_lengths(plan, model)
+    yield from _check_edges(plan, model)
+    for is_set, path, fact, fix in (*_refused_splits(plan), *_refused_work(plan, model)):
+        if is_set:
+            yield Problem("PP106", path, fact, help=fix)
 
 
 _WHOLE, _PARTS = ("forward_us", "backward_us"), ("forward_us", "backward_input_us", "backward_weight_us")
@@ -280,12 +263,10 @@ def _check_edges(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem
                 yield Problem("PP106", at, message, help="name later layers than the producer")
         yield from _check_gradient(edge, path)
         if edge.route == "direct" and (plan.buffers.free_output != "after_backward" or plan.buffers.has_slots):
-            message = (
-                f"slots and outputs that are freed early are not planned for `{edge.name}`, which is sent directly"
-            )
-            yield Problem(
-                "PP106", (*path, "route"), message, help="use `route: relay`, or remove the keys of `buffers`"
-            )
+            message = f"slots and outputs that are freed early are not planned for `{edge.name}`, "
+            message += "which is sent directly"
+            fix = "use `route: relay`, or remove the keys of `buffers`"
+            yield Problem("PP106", (*path, "route"), message, help=fix)
 
 
 def _check_gradient(out: LayerOutputSpec, path: KeyPath) -> Iterator[Problem]:
@@ -347,18 +328,11 @@ def _check_borrowed(layer: CustomLayerSpec, path: KeyPath, weights: dict[str, tu
             )
 
 
-def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
-    """PP106: keys that custom layers cannot support; the suggested fix gives the alternative."""
-    for is_set, path, fact, fix in (*_refused_splits(plan, model), *_refused_work(plan, model)):
-        if is_set:
-            yield Problem("PP106", path, fact, help=fix)
-
-
 _Refused = tuple[bool, KeyPath, str, str]
 """A key that custom layers cannot support: is it given, the key, the fact, and the alternative."""
 
 
-def _refused_splits(plan: PlanSections, model: CustomModelSpec) -> list[_Refused]:
+def _refused_splits(plan: PlanSections) -> list[_Refused]:
     """Keys that split the model over ranks, micro-batches and stages."""
     topology, schedule = plan.topology, plan.schedule
     reason = "custom layers do not declare how they are sharded"

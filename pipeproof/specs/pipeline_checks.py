@@ -12,12 +12,13 @@ from pipeproof.specs.section import multiples
 from pipeproof.specs.transport import SHARDED_DIM, BoundarySpec, is_float
 
 
-def check_boundaries(plan: PlanSections) -> list[Problem]:
+def check_boundaries(plan: PlanSections) -> Iterator[Problem]:
     """PP106, PP108: entries of ``boundaries`` and sizes by micro-batch agree with the rest of the plan."""
-    problems = [*_check_sizes(plan), *_check_sequence_shards(plan)]
+    yield from _check_sizes(plan)
+    yield from _check_sequence_shards(plan)
     if plan.edges:
         message = "`edges` are of custom layers; each layer of the GPT reads the output of the one before it"
-        problems.append(Problem("PP106", ("edges",), message, help="remove it, or declare the layers (kind: layers)"))
+        yield Problem("PP106", ("edges",), message, help="remove it, or declare the layers (kind: layers)")
     names: dict[tuple[int | None, str], int] = {}
     for index, entry in enumerate(plan.boundaries):
         path: KeyPath = ("boundaries", index)
@@ -26,21 +27,20 @@ def check_boundaries(plan: PlanSections) -> list[Problem]:
             message = f"`edge` {entry.edge} lies between stages {entry.edge} and {entry.edge + 1}, and the plan has "
             message += f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
             fix = f"use 0 to {last}, or remove `edge` for all" if last >= 0 else "remove the entry"
-            problems.append(Problem("PP106", (*path, "edge"), message, help=fix))
+            yield Problem("PP106", (*path, "edge"), message, help=fix)
         conflict = next((names[key] for key in ((entry.edge, entry.name), (None, entry.name)) if key in names), None)
         if conflict is None and entry.edge is None:
             conflict = next((i for (_, name), i in names.items() if name == entry.name), None)
         if conflict is not None:
             message = f"`{entry.name}` crosses the same edge as entry {conflict} of the same name"
-            problems.append(Problem("PP106", (*path, "name"), message, help="give each tensor of an edge its own name"))
+            yield Problem("PP106", (*path, "name"), message, help="give each tensor of an edge its own name")
         names.setdefault((entry.edge, entry.name), index)
         if plan.transport.messages == "packed" and entry.receiver_tp not in (None, entry.tp):
             message = f"`{entry.name}` changes its layout from {entry.tp} to {entry.receiver_tp}, and a packed message "
             fix = "give both sides one layout, or use `transport: {messages: per_tensor}`"
-            problems.append(Problem("PP106", (*path, "receiver_tp"), message + "has one layout", help=fix))
-        problems += _check_shards(plan, entry, path)
-        problems += _check_gradient(plan, entry, path)
-    return problems
+            yield Problem("PP106", (*path, "receiver_tp"), message + "has one layout", help=fix)
+        yield from _check_shards(plan, entry, path)
+        yield from _check_gradient(plan, entry, path)
 
 
 def _check_sizes(plan: PlanSections) -> Iterator[Problem]:
@@ -172,17 +172,17 @@ def with_micro_batches(data: object) -> object:
     return {**data, "schedule": {**schedule, "num_micro_batches": max(1, number)}}
 
 
-def check_global_batch(plan: PlanSections) -> list[Problem]:
+def check_global_batch(plan: PlanSections) -> Iterator[Problem]:
     """PP108: the global batch divides over replicas and micro-batches; PP106: it matches the micro-batches."""
     schedule, topology = plan.schedule, plan.topology
     batch, size, last = schedule.global_batch_size, schedule.micro_batch_size, schedule.last_micro_batch_size
     if batch is None:
-        return []
+        return
     replicas = topology.dp * topology.ep
     made = replicas * (schedule.num_micro_batches * size if last is None else
                        (schedule.num_micro_batches - 1) * size + last)  # fmt: skip
     if made == batch:
-        return []
+        return
     path = "schedule", "global_batch_size"
     unit = replicas * size
     if last is None and batch % unit:
@@ -190,26 +190,27 @@ def check_global_batch(plan: PlanSections) -> list[Problem]:
             f"schedule.global_batch_size {batch} does not divide by {unit}: topology.dp {topology.dp} x topology.ep "
             f"{topology.ep} ranks have their own micro-batches of schedule.micro_batch_size {size}"
         )
-        return [Problem("PP108", path, message, help=f"set it to {multiples(batch, unit)}")]
-    rest = "" if last is None else f" (the last has {last})"
-    message = (
-        f"schedule.global_batch_size is {batch}, and {schedule.num_micro_batches} micro-batches of {size}{rest} on "
-        f"{replicas} dp and ep ranks have {made} sequences"
-    )
-    return [Problem("PP106", path, message, help=f"remove num_micro_batches, or set global_batch_size to {made}")]
+        yield Problem("PP108", path, message, help=f"set it to {multiples(batch, unit)}")
+    else:
+        rest = "" if last is None else f" (the last has {last})"
+        message = (
+            f"schedule.global_batch_size is {batch}, and {schedule.num_micro_batches} micro-batches of {size}{rest} on "
+            f"{replicas} dp and ep ranks have {made} sequences"
+        )
+        yield Problem("PP106", path, message, help=f"remove num_micro_batches, or set global_batch_size to {made}")
 
 
-def check_placed_ranks(plan: PlanSections) -> list[Problem]:
+def check_placed_ranks(plan: PlanSections) -> Iterator[Problem]:
     """PP109: a placement lists the stages of every pipeline rank."""
     placement, pp = plan.schedule.placement, plan.topology.pp
     if not isinstance(placement, tuple) or len(placement) == pp:
-        return []
+        return
     ranks = f"{len(placement)} rank{'s' if len(placement) > 1 else ''}"
     message = f"`schedule.placement` has the stages of {ranks}, and topology.pp is {pp}"
-    return [Problem("PP109", ("schedule", "placement"), message, help=f"give {pp} lists")]
+    yield Problem("PP109", ("schedule", "placement"), message, help=f"give {pp} lists")
 
 
-def check_lengths(plan: PlanSections) -> list[Problem]:
+def check_lengths(plan: PlanSections) -> Iterator[Problem]:
     """PP109: lists have one entry per global stage or per micro-batch."""
     num, num_stages = plan.schedule.num_micro_batches, plan.num_stages
     by_stage, one_time = (num_stages, _stage_count(plan)), "one time for all stages"
@@ -223,13 +224,11 @@ def check_lengths(plan: PlanSections) -> list[Problem]:
     }
     for name in (*TIME_KEYS, "overlapped_us", "optimizer_us"):
         lists["cost", name] = (getattr(plan.cost, name), by_stage, one_time)
-    problems = []
     for path, (values, (wanted, count), alternative) in lists.items():
         if isinstance(values, tuple) and len(values) != wanted:
             entries = "1 entry" if len(values) == 1 else f"{len(values)} entries"
             message = f"`{dotted(path)}` has {entries}, and {count}"
-            problems.append(Problem("PP109", path, message, help=f"give {wanted}, or {alternative}"))
-    return problems
+            yield Problem("PP109", path, message, help=f"give {wanted}, or {alternative}")
 
 
 def _stage_count(plan: PlanSections) -> str:
@@ -240,14 +239,14 @@ def _stage_count(plan: PlanSections) -> str:
     return f"{factors} makes {plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
 
 
-def check_cut(plan: PlanSections) -> list[Problem]:
+def check_cut(plan: PlanSections) -> Iterator[Problem]:
     """PP106: as in Fleet, ``uniform`` is for one chunk on a rank, or the two of DualPipeV."""
     if plan.stages != UNIFORM or plan.schedule.num_chunks == 1 or plan.schedule.kind == "dualpipe_v":
-        return []
+        return
     message = f"`stages: uniform` is given together with schedule.num_chunks {plan.schedule.num_chunks}, and Fleet "
     message += "partitions several chunks by class only"
     fix = "write `layer:TransformerLayer|EmptyLayer`, or list the layers of each stage"
-    return [Problem("PP106", ("stages",), message, help=fix)]
+    yield Problem("PP106", ("stages",), message, help=fix)
 
 
 GENERATED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
@@ -256,62 +255,59 @@ GENERATED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
 _KINDS_WITH_PAIRS = (*GENERATED_WITH_PAIRS, "file", "custom")
 
 
-def check_overlap(plan: PlanSections) -> list[Problem]:
+def check_overlap(plan: PlanSections) -> Iterator[Problem]:
     """PP106: an overlap needs pairs with all-to-alls to hide, known parts, and no second time of them."""
     schedule, path = plan.schedule, ("schedule", "overlap")
     if schedule.turns is None:
-        return _unused_slowdown(plan, "`schedule.overlap` is none")
-    problems = []
+        yield from _unused_slowdown(plan, "`schedule.overlap` is none")
+        return
     if schedule.kind not in _KINDS_WITH_PAIRS:
         message = f"`schedule.overlap` is of pairs that overlap, and `kind: {schedule.kind}` has none"
-        problems.append(Problem("PP106", path, message, help=f"use kind {listed(_KINDS_WITH_PAIRS)}, or remove it"))
+        yield Problem("PP106", path, message, help=f"use kind {listed(_KINDS_WITH_PAIRS)}, or remove it")
     if plan.is_custom:  # computations are whole in the graph: a script's modules have the overlap points
         if schedule.overlap != "pairs":
             message = "`schedule.overlap` orders the parts of a GPT's blocks, and the model has custom layers"
-            problems.append(Problem("PP106", path, message, help="use overlap: pairs, or remove it"))
-        return [*problems, *_unused_slowdown(plan, "the model has custom layers")]
+            yield Problem("PP106", path, message, help="use overlap: pairs, or remove it")
+        yield from _unused_slowdown(plan, "the model has custom layers")
+        return
     if plan.gpt.moe is None or plan.topology.ep == 1:
         lacks = "model.moe is missing" if plan.gpt.moe is None else "topology.ep is 1"
         message = f"`schedule.overlap` hides the all-to-alls of experts, and there are none: {lacks}"
-        problems.append(Problem("PP106", path, message, help="remove overlap, or use experts with ep > 1"))
-    return [*problems, *(_conflict(key, value, why, fix) for key, value, why, fix in _conflicts(plan))]
+        yield Problem("PP106", path, message, help="remove overlap, or use experts with ep > 1")
+    for key, value, why, fix in _conflicts(plan):
+        message = f"`{dotted(key)}: {value}` does not go together with `schedule.overlap`: {why}"
+        yield Problem("PP106", key, message, help=fix)
 
 
-def _unused_slowdown(plan: PlanSections, why: str) -> list[Problem]:
+def _unused_slowdown(plan: PlanSections, why: str) -> Iterator[Problem]:
     if plan.cost.collective_slowdown is None:
-        return []
+        return
     message = f"`cost.collective_slowdown` is of collectives on a queue of their own, and {why}"
     fix = "remove it" if plan.is_custom else "remove it, or add schedule.overlap"
-    return [Problem("PP106", ("cost", "collective_slowdown"), message, help=fix, at_key=True)]
+    yield Problem("PP106", ("cost", "collective_slowdown"), message, help=fix, at_key=True)
 
 
-def _conflict(key: KeyPath, value: str, why: str, fix: str) -> Problem:
-    message = f"`{dotted(key)}: {value}` does not go together with `schedule.overlap`: {why}"
-    return Problem("PP106", key, message, help=fix)
-
-
-def _conflicts(plan: PlanSections) -> list[tuple[KeyPath, str, str, str]]:
+def _conflicts(plan: PlanSections) -> Iterator[tuple[KeyPath, str, str, str]]:
     """(key, value, reason, fix) of each key whose value does not go together with an overlap."""
-    memory, cost, conflicts = plan.memory, plan.cost, list[tuple[KeyPath, str, str, str]]()
+    memory, cost = plan.memory, plan.cost
     if memory.recompute == "full":
         why = "a backward would run whole forwards, with all-to-alls of their own, in its turns"
-        conflicts.append((("memory", "recompute"), "full", why, "use selective, or remove overlap"))
+        yield ("memory", "recompute"), "full", why, "use selective, or remove overlap"
     issuing = ("moe", "mlp", "mla_up_proj") if plan.topology.tp > 1 else ("moe",)
     again = [module for module in memory.recompute_modules if module in issuing]
     if memory.recompute == "selective" and again:
         why = "a backward would run forwards, with collectives of their own, in its turns"
-        conflicts.append((("memory", "recompute_modules"), f"[{again[0]}]", why, f"remove {again[0]}, or overlap"))
+        yield ("memory", "recompute_modules"), f"[{again[0]}]", why, f"remove {again[0]}, or overlap"
     if memory.sequence_parallel_activations == "regather":
         why = "weight gradients would wait for gathers in their turns"
         key = "memory", "sequence_parallel_activations"
-        conflicts.append((key, "regather", why, "use keep, or remove overlap"))
+        yield key, "regather", why, "use keep, or remove overlap"
     if memory.offload_blocks:
         why = "the copies of a backward would have to end before its first turn"
-        conflicts.append((("memory", "offload_blocks"), str(memory.offload_blocks), why, "remove one of them"))
+        yield ("memory", "offload_blocks"), str(memory.offload_blocks), why, "remove one of them"
     if cost.overlapped_us is not None:
         why = "the time of a pair follows from its parts"
-        conflicts.append((("cost", "overlapped_us"), "..", why, "remove overlapped_us"))
+        yield ("cost", "overlapped_us"), "..", why, "remove overlapped_us"
     if cost.analytic is not None and "ep" in cost.analytic.overlap:
         why = "all-to-alls would be hidden twice"
-        conflicts.append((("cost", "analytic", "overlap"), "[ep]", why, "remove ep from it"))
-    return conflicts
+        yield ("cost", "analytic", "overlap"), "[ep]", why, "remove ep from it"

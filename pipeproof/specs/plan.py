@@ -8,39 +8,15 @@ a file or a dict, with findings in place of pydantic's errors.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from pydantic import ConfigDict, model_validator
 
 from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
-from pipeproof.specs.model_checks import (
-    check_compressed_attention,
-    check_custom_layers,
-    check_expert_parallel,
-    check_mtp,
-    check_splits,
-    check_tensor_parallel,
-)
-from pipeproof.specs.pipeline_checks import (
-    check_boundaries,
-    check_cut,
-    check_global_batch,
-    check_lengths,
-    check_overlap,
-    check_placed_ranks,
-    with_chunks,
-    with_micro_batches,
-)
+from pipeproof.diagnostics.problems import Problem
+from pipeproof.specs import model_checks, pipeline_checks, run_checks
 from pipeproof.specs.plan_sections import PlanSections
-from pipeproof.specs.run_checks import (
-    check_activations,
-    check_analytic,
-    check_buckets,
-    check_main_grad,
-    check_network,
-    check_run,
-)
-from pipeproof.specs.section import refuse
 
 
 class PlanSpec(PlanSections):
@@ -52,39 +28,36 @@ class PlanSpec(PlanSections):
     @classmethod
     def _with_micro_batches(cls, data: object) -> object:
         """Add ``schedule.num_micro_batches`` if the global batch gives it, and ``num_chunks`` if the kind does."""
-        return with_micro_batches(with_chunks(data))
+        return pipeline_checks.with_micro_batches(pipeline_checks.with_chunks(data))
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        own = (
-            check_custom_layers(self, self.custom)
-            if self.is_custom
-            else [
-                *check_tensor_parallel(self),
-                *check_expert_parallel(self),
-                *check_mtp(self),
-                *check_compressed_attention(self),
-                *check_cut(self),
-                *check_splits(self),
-                *check_analytic(self),
-                *check_activations(self),
-                *check_boundaries(self),
-                *check_main_grad(self),
-            ]
-        )
-        refuse(
-            [
-                *own,
-                *check_placed_ranks(self),
-                *check_lengths(self),
-                *check_global_batch(self),
-                *check_network(self),
-                *check_buckets(self),
-                *check_run(self),
-                *check_overlap(self),
-            ]
-        )
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        if self.is_custom:
+            yield from model_checks.check_custom_layers(self, self.custom)
+        for check in (*(() if self.is_custom else _OF_GPT), *_OF_EVERY_MODEL):
+            yield from check(self)
+
+
+_OF_GPT: tuple[Callable[[PlanSections], Iterable[Problem]], ...] = (
+    model_checks.check_tensor_parallel,
+    model_checks.check_expert_parallel,
+    model_checks.check_mtp,
+    model_checks.check_compressed_attention,
+    pipeline_checks.check_cut,
+    model_checks.check_splits,
+    run_checks.check_analytic,
+    run_checks.check_activations,
+    pipeline_checks.check_boundaries,
+    run_checks.check_main_grad,
+)
+_OF_EVERY_MODEL: tuple[Callable[[PlanSections], Iterable[Problem]], ...] = (
+    pipeline_checks.check_placed_ranks,
+    pipeline_checks.check_lengths,
+    pipeline_checks.check_global_batch,
+    run_checks.check_network,
+    run_checks.check_buckets,
+    run_checks.check_run,
+    pipeline_checks.check_overlap,
+)
 
 
 def plan_json_schema() -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Annotated, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -15,7 +16,6 @@ from pydantic import (
     PlainValidator,
     Tag,
     WithJsonSchema,
-    model_validator,
 )
 
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
@@ -25,7 +25,7 @@ from pipeproof.specs.custom_layers import CustomModelSpec, LayerEdgeSpec
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.schedule import ScheduleSpec, Side
-from pipeproof.specs.section import FROM_LIST, Section, int_only, refuse
+from pipeproof.specs.section import FROM_LIST, Section, int_only
 from pipeproof.specs.transport import BoundarySpec, BuffersSpec, TransportSpec
 
 UNIFORM = "uniform"
@@ -138,10 +138,8 @@ class TopologySpec(Section):
         json_schema_extra={"minItems": 5, "maxItems": 5, "uniqueItems": True},
     )
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        refuse(_check_order(self) or _check_num_ranks(self))
-        return self
+    def _problems(self) -> Iterable[Problem]:
+        return [*_check_order(self)] or _check_num_ranks(self)
 
     @property
     def num_ranks(self) -> int:
@@ -149,40 +147,36 @@ class TopologySpec(Section):
         return prod((self.pp, self.tp, self.dp, self.cp, self.ep))
 
 
-def _check_order(topology: TopologySpec) -> list[Problem]:
+def _check_order(topology: TopologySpec) -> Iterator[Problem]:
     """PP106: ``order`` names each of the five axes once."""
     axes = get_args(AxisName)
     if sorted(topology.order) == sorted(axes):
-        return []
+        return
     missing = [axis for axis in axes if axis not in topology.order]
     repeated = [axis for axis in axes if topology.order.count(axis) > 1]
     faults = [f"lacks {listed(missing, 'and')}"] if missing else []
     if repeated:
         faults.append(f"names {listed(repeated, 'and')} more than once")
-    return [
-        Problem(
-            "PP106",
-            ("order",),
-            f"`topology.order` must name each axis once, and it {' and '.join(faults)}",
-            help="the default is [tp, cp, ep, dp, pp]",
-        )
-    ]
+    yield Problem(
+        "PP106",
+        ("order",),
+        f"`topology.order` must name each axis once, and it {' and '.join(faults)}",
+        help="the default is [tp, cp, ep, dp, pp]",
+    )
 
 
-def _check_num_ranks(topology: TopologySpec) -> list[Problem]:
+def _check_num_ranks(topology: TopologySpec) -> Iterator[Problem]:
     """PP106: the product of the axes is within the limit."""
     if topology.num_ranks <= MOST_RANKS:
-        return []
+        return
     axes = {axis: getattr(topology, axis) for axis in get_args(AxisName)}
     largest = max(axes, key=lambda axis: axes[axis])
-    return [
-        Problem(
-            "PP106",
-            (largest,),
-            f"`topology` has {topology.num_ranks:,} ranks, and a plan has at most {MOST_RANKS:,}",
-            help=f"use a smaller `{largest}`: data-parallel ranks repeat each other, so fewer prove the same",
-        )
-    ]
+    yield Problem(
+        "PP106",
+        (largest,),
+        f"`topology` has {topology.num_ranks:,} ranks, and a plan has at most {MOST_RANKS:,}",
+        help=f"use a smaller `{largest}`: data-parallel ranks repeat each other, so fewer prove the same",
+    )
 
 
 _CODE = re.compile(r"PP[1-9][0-9]{2}", re.ASCII)
@@ -256,24 +250,16 @@ class SuppressSpec(Section):
         json_schema_extra={"pattern": "\\S"},
     )
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        refuse(_check_suppression(self))
-        return self
-
-
-def _check_suppression(entry: SuppressSpec) -> list[Problem]:
-    """PP106: a full code, and a reason; ``check`` reports codes that do not exist."""
-    problems = []
-    if not _CODE.fullmatch(entry.code):
-        guess = entry.code.strip().upper()
-        message = f"`suppress` needs a full code such as PP202, found {describe_value(entry.code)}"
-        fix = f"write {guess}" if _CODE.fullmatch(guess) else "`pipeproof check` prints the code of each finding"
-        problems.append(Problem("PP106", ("code",), message, help=fix))
-    if not entry.reason.strip():
-        message = "a suppression needs a reason, and this one is empty"
-        problems.append(Problem("PP106", ("reason",), message, help="write why the finding does no harm in this plan"))
-    return problems
+    def _problems(self) -> Iterator[Problem]:
+        """PP106: a full code, and a reason; ``check`` reports codes that do not exist."""
+        if not _CODE.fullmatch(self.code):
+            guess = self.code.strip().upper()
+            message = f"`suppress` needs a full code such as PP202, found {describe_value(self.code)}"
+            fix = f"write {guess}" if _CODE.fullmatch(guess) else "`pipeproof check` prints the code of each finding"
+            yield Problem("PP106", ("code",), message, help=fix)
+        if not self.reason.strip():
+            message = "a suppression needs a reason, and this one is empty"
+            yield Problem("PP106", ("reason",), message, help="write why the finding does no harm in this plan")
 
 
 def _family(value: object) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from pipeproof.diagnostics.finding import BadPlanError, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
 from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
-from pipeproof.specs.section import FROM_LIST, Section, refuse
+from pipeproof.specs.section import FROM_LIST, Section
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half",
@@ -224,58 +224,51 @@ class ScheduleSpec(Section):
             return None
         return PAIRS if self.overlap == "pairs" else self.overlap
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        refuse([*_check_source(self), *_check_placement(self)])
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        yield from _check_source(self)
+        yield from _check_placement(self)
 
 
-def _check_source(schedule: ScheduleSpec) -> list[Problem]:
+def _check_source(schedule: ScheduleSpec) -> Iterator[Problem]:
     """PP104 if the file or the programs are missing, PP106 for keys that belong to another kind."""
-    problems = []
     for kind, key in (("file", "path"), ("custom", "programs")):
         is_set = getattr(schedule, key) is not None
         if schedule.kind == kind and not is_set:
             message = f"`schedule.{key}` is missing, which `kind: {kind}` needs"
             example = "path: schedules/zb.csv" if key == "path" else "programs: [[0F0, 0B0], [1F0, 1B0]]"
-            problems.append(Problem("PP104", ("kind",), message, help=f"add `{example}`"))
+            yield Problem("PP104", ("kind",), message, help=f"add `{example}`")
         elif is_set and schedule.kind != kind:
             message = f"`schedule.{key}` is given, and `kind: {schedule.kind}` does not use it"
-            problems.append(Problem("PP106", (key,), message, help=f"use kind: {kind}, or remove {key}", at_key=True))
+            yield Problem("PP106", (key,), message, help=f"use kind: {kind}, or remove {key}", at_key=True)
     if schedule.programs == ():
-        problems.append(Problem("PP106", ("programs",), "`schedule.programs` is empty", help="give one for each rank"))
+        yield Problem("PP106", ("programs",), "`schedule.programs` is empty", help="give one for each rank")
     if schedule.format != "auto" and schedule.kind != "file":
         message = f"`schedule.format` is given, and `kind: {schedule.kind}` is not read from a file"
-        problems.append(Problem("PP106", ("format",), message, help="use kind: file, or remove format", at_key=True))
-    return problems
+        yield Problem("PP106", ("format",), message, help="use kind: file, or remove format", at_key=True)
 
 
-def _check_placement(schedule: ScheduleSpec) -> list[Problem]:
+def _check_placement(schedule: ScheduleSpec) -> Iterator[Problem]:
     """PP106: a list of stages by rank has every stage, all equally often, and replaces ``num_chunks``."""
     placement = schedule.placement
     if not isinstance(placement, tuple):
-        return []
-    problems = []
+        return
     if schedule.num_chunks > 1:
         message = "`schedule.num_chunks` is given together with a list of stages as `schedule.placement`"
-        problems.append(Problem("PP106", ("num_chunks",), message, help="remove num_chunks", at_key=True))
+        yield Problem("PP106", ("num_chunks",), message, help="remove num_chunks", at_key=True)
     copies = Counter(stage for stages in placement for stage in stages)
     missing = [stage for stage in range(max(copies, default=0)) if stage not in copies]
     if missing:
         message = f"`schedule.placement` lists stage {max(copies)}, and stage {listed(missing, 'and')} is missing"
-        problems.append(Problem("PP106", ("placement",), message, help="number stages from 0"))
+        yield Problem("PP106", ("placement",), message, help="number stages from 0")
     elif len(set(copies.values())) > 1 and not any(len(set(stages)) < len(stages) for stages in placement):
         few, many = (pick(copies, key=lambda stage: copies[stage]) for pick in (min, max))
         message = f"`schedule.placement` has stage {few} on {copies[few]} and stage {many} on {copies[many]} ranks"
-        problems.append(Problem("PP106", ("placement",), message, help="list each stage once, or all equally often"))
+        yield Problem("PP106", ("placement",), message, help="list each stage once, or all equally often")
     for rank, stages in enumerate(placement):
         if not stages:
-            problems.append(Problem("PP106", ("placement", rank), f"pipeline rank {rank} has no stage"))
+            yield Problem("PP106", ("placement", rank), f"pipeline rank {rank} has no stage")
         elif len(set(stages)) < len(stages):
-            problems.append(
-                Problem("PP106", ("placement", rank), f"pipeline rank {rank} has one stage twice: {list(stages)}")
-            )
-    return problems
+            yield Problem("PP106", ("placement", rank), f"pipeline rank {rank} has one stage twice: {list(stages)}")
 
 
 MAX_BYTES = 2**26

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isqrt
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
@@ -18,6 +18,17 @@ class Section(BaseModel):
     """A part of a plan. Values are strict: a quoted number is not a number, and ``true`` is not 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def _problems(self) -> Iterable[Problem]:
+        """Contradictions between the keys of the section."""
+        return ()
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        problems = [*self._problems()]
+        if problems:
+            raise problems_error(problems)
+        return self
 
 
 def _tuple_of_list(value: object) -> object:
@@ -46,12 +57,6 @@ def int_only(value: object) -> object:
     if type(value) is not int:
         raise PydanticKnownError("int_type")
     return value
-
-
-def refuse(problems: list[Problem]) -> None:
-    """Raise a validation error for pydantic if there are any problems."""
-    if problems:
-        raise problems_error(problems)
 
 
 def sections_in(annotation: object) -> tuple[type[BaseModel], ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, describe_value, listed, nearest_name, problems_error
-from pipeproof.specs.section import FROM_LIST, Section, refuse, shorthand_schema
+from pipeproof.specs.section import FROM_LIST, Section, shorthand_schema
 
 TransportName = Literal["full", "partial"]
 """A transport of a tensor across a stage boundary; ``pipeproof.stages.describe.boundary`` describes each."""
@@ -75,15 +75,13 @@ class TransportSpec(Section):
             )
         return {"forward": value, "backward": value}
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
+    def _problems(self) -> Iterator[Problem]:
         if self.shape_exchange == "per_message" and self.recv_order != "just_in_time":
             message = f"`recv_order: {self.recv_order}` posts receives before their shapes have arrived"
             fix = "remove recv_order, or shape_exchange"
-            refuse([Problem("PP106", ("recv_order",), message, help=fix)])
-        if self.messages == "packed":
-            refuse(_check_packed(self))
-        return self
+            yield Problem("PP106", ("recv_order",), message, help=fix)
+        elif self.messages == "packed":
+            yield from _check_packed(self)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -91,20 +89,16 @@ class TransportSpec(Section):
         return shorthand_schema(schema, handler, lambda _: {"type": "string", "enum": ["full", "partial"]})
 
 
-def _check_packed(transport: TransportSpec) -> list[Problem]:
+def _check_packed(transport: TransportSpec) -> Iterator[Problem]:
     """PP106: a packed message is whole, and its shape is known."""
     fix = "use `messages: per_tensor`"
-    problems = [
-        Problem(
-            "PP106", (direction,), "`messages: packed` has no slices of one tensor, which `partial` sends", help=fix
-        )
-        for direction in ("forward", "backward")
-        if getattr(transport, direction) == "partial"
-    ]
+    for direction in ("forward", "backward"):
+        if getattr(transport, direction) == "partial":
+            message = "`messages: packed` has no slices of one tensor, which `partial` sends"
+            yield Problem("PP106", (direction,), message, help=fix)
     if transport.shape_exchange == "per_message":
         message = "`messages: packed` has fixed shapes, and `shape_exchange: per_message` exchanges shapes of tensors"
-        problems.append(Problem("PP106", ("shape_exchange",), message, help=fix))
-    return problems
+        yield Problem("PP106", ("shape_exchange",), message, help=fix)
 
 
 class BoundarySpec(Section):
@@ -140,10 +134,8 @@ class BoundarySpec(Section):
         default=None, description="Whether a gradient comes back; without it, for floating-point types."
     )
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        refuse(_check_boundary(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        return _check_boundary(self)
 
 
 SHARDED_DIM = re.compile(r"sharded\(([a-z])\)", re.ASCII)
@@ -159,27 +151,26 @@ def is_float(dtype: str) -> bool:
     return "float" in dtype
 
 
-def _check_boundary(entry: BoundarySpec) -> list[Problem]:
+def _check_boundary(entry: BoundarySpec) -> Iterator[Problem]:
     """Dims, shape and placements of one entry agree (PP104, PP106, PP109)."""
-    problems = []
     if not re.fullmatch(r"[a-z]+", entry.dims, re.ASCII) or len(set(entry.dims)) != len(entry.dims):
         message = f"`dims` names each dim by its own letter, found {describe_value(entry.dims)}"
-        return [Problem("PP106", ("dims",), message, help="write for example sbh: sequence, batch, hidden")]
+        yield Problem("PP106", ("dims",), message, help="write for example sbh: sequence, batch, hidden")
+        return
     unknown = [dim for dim in entry.dims if dim not in _MODEL_DIMS]
     if entry.shape is None and unknown:
         message = f"the sizes of the dims {listed(unknown, 'and')} of `{entry.name}` are not known"
-        problems.append(Problem("PP104", ("dims",), message, help="add `shape`, one size for each dim"))
+        yield Problem("PP104", ("dims",), message, help="add `shape`, one size for each dim")
     if entry.shape is not None and len(entry.shape) != len(entry.dims):
         message = f"`shape` has {len(entry.shape)} sizes, and `dims` names {len(entry.dims)} dims"
-        problems.append(Problem("PP109", ("shape",), message, help="give one size for each dim"))
+        yield Problem("PP109", ("shape",), message, help="give one size for each dim")
     for key in ("tp", "receiver_tp"):
         text: str | None = getattr(entry, key)
         if text is not None:
-            problems += _check_placement(key, text, entry.dims)
+            yield from _check_placement(key, text, entry.dims)
     if entry.gradient and entry.dtype is not None and not is_float(entry.dtype):
         message = f"`{entry.name}` is {entry.dtype}, which has no gradient, and `gradient` is true"
-        problems.append(Problem("PP106", ("gradient",), message, help="remove `gradient`"))
-    return problems
+        yield Problem("PP106", ("gradient",), message, help="remove `gradient`")
 
 
 def _check_placement(key: str, text: str, dims: str) -> Iterator[Problem]:

@@ -238,7 +238,7 @@ class SearchSpace:
             "memory": spec.memory.model_copy(update={"recompute": "none"}),
             "cost": spec.cost.model_copy(update={"overlapped_us": None}),
         }
-        return not check_overlap(spec.model_copy(update=sections))
+        return not any(check_overlap(spec.model_copy(update=sections)))
 
     def _allows(self, name: str, value: object) -> bool:
         return name not in self.fix or value in self.fix[name]

@@ -306,9 +306,8 @@ class PlanLayouts:
     def _can_overlap(self) -> bool:
         """True if the plan may have alternating pairs, with another kind of schedule."""
         update = {"kind": "dualpipe", "overlap": "pairs"}
-        return not check_overlap(
-            self.spec.model_copy(update={"schedule": self.spec.schedule.model_copy(update=update)})
-        )
+        schedule = self.spec.schedule.model_copy(update=update)
+        return not any(check_overlap(self.spec.model_copy(update={"schedule": schedule})))
 
     def _limits(self, vpp: int, size: int) -> list[int | None]:
         """The memory limits of schedules: the given one; without it, the plan's own maximum, and none."""
