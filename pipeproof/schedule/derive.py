@@ -54,6 +54,14 @@ def packed(*columns: IntColumn) -> IntColumn:
     return key
 
 
+def look_up(keys: IntColumn, values: IntColumn, wanted: IntColumn, missing: int = NONE) -> IntColumn:
+    """For each of ``wanted`` the value at its place among the sorted ``keys``, ``missing`` where it is not there."""
+    if not len(keys):
+        return np.full(len(wanted), missing, dtype=np.int64)
+    index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[index] == wanted, values[index], missing)
+
+
 def place_in_group(key: IntColumn) -> IntColumn:
     """For each row, the number of earlier rows with the same key."""
     order = np.argsort(key, kind="stable")

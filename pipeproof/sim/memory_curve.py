@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE, IntColumn
-from pipeproof.schedule.derive import packed
+from pipeproof.schedule.derive import look_up, packed
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import OpKind
 
@@ -124,14 +124,11 @@ class Clock:
 
     def look_up(self, rows: IntColumn, candidates: IntColumn, stage: int | None = None) -> IntColumn:
         """Candidate on the same rank and work item as each of ``rows``, and its or another stage, or ``NONE``."""
-        if not len(candidates):
-            return np.full(len(rows), NONE, dtype=np.int64)
         candidates = candidates[np.argsort(self._key[candidates], kind="stable")]
         key = self._key[rows]
         if stage is not None:  # as ``packed`` has them, behind the stage
             key = key + (stage - self.graph.stage[rows]) * (int(self.graph.work_item.max(initial=NONE)) + 2)
-        index = np.minimum(np.searchsorted(self._key[candidates], key), len(candidates) - 1)
-        return np.where(self._key[candidates[index]] == key, candidates[index], NONE)
+        return look_up(self._key[candidates], candidates, key)
 
     def start_of(self, rows: IntColumn) -> IntColumn:
         """Start times; the end of the step for ``NONE``."""

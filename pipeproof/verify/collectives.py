@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeproof.comm.plan_context import Mesh
 from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
-from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.derive import BoolColumn, look_up
 from pipeproof.schedule.op_table import NONE, Group, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, COLLECTIVE_KINDS, GATHER_KINDS, KIND_CODE, SEND_KINDS, OpKind
 from pipeproof.verify.fifo_matching import rank_of
@@ -52,10 +52,7 @@ class _Calls:
     def count_of(self, group: IntColumn, rank: IntColumn) -> IntColumn:
         """Number of collectives of each (rank, group) pair."""
         keys, counts = np.unique(self._key(self.group, self.rank), return_counts=True)
-        if not len(keys):
-            return np.zeros(len(group), dtype=np.int64)
-        index = np.minimum(np.searchsorted(keys, self._key(group, rank)), len(keys) - 1)
-        return np.where(keys[index] == self._key(group, rank), counts[index], 0)
+        return look_up(keys, counts, self._key(group, rank), missing=0)
 
     def find(self, group: int, rank: int, position: int) -> int | None:
         """The call of a rank at a position in its group; None if it issues fewer."""

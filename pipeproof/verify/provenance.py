@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeproof.diagnostics.problems import grouped
-from pipeproof.schedule.derive import packed
+from pipeproof.schedule.derive import look_up, packed
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, KIND_CODE, OpKind
 
@@ -89,10 +89,7 @@ def gathers_of_receives(graph: OpGraph) -> IntColumn:
     receives, gathers = np.flatnonzero(graph.is_kind(DATA_RECEIVES)), np.flatnonzero(graph.is_kind(GATHER_KINDS))
     keys = _tensor_keys(graph, np.concatenate([receives, gathers]))
     sorted_keys, first = np.unique(keys[len(receives) :], return_index=True)
-    if len(sorted_keys):
-        expected = keys[: len(receives)]
-        index = np.minimum(np.searchsorted(sorted_keys, expected), len(sorted_keys) - 1)
-        result[receives] = np.where(sorted_keys[index] == expected, gathers[first[index]], NONE)
+    result[receives] = look_up(sorted_keys, gathers[first], keys[: len(receives)])
     return result
 
 
@@ -228,9 +225,7 @@ def _places_in_group(graph: OpGraph, calls: IntColumn) -> IntColumn:
     members = [(g, rank, position) for g in used for position, rank in enumerate(graph.groups[g].ranks)]
     table = np.array(sorted(members), dtype=np.int64)
     key = packed(np.append(group, table[:, 0]), np.append(graph.rank[calls], table[:, 1]))
-    sorted_keys, expected = key[len(calls) :], key[: len(calls)]
-    index = np.minimum(np.searchsorted(sorted_keys, expected), len(sorted_keys) - 1)
-    return np.where(sorted_keys[index] == expected, table[index, 2], NONE)
+    return look_up(key[len(calls) :], table[:, 2], key[: len(calls)])
 
 
 _FACTOR = np.int64(-7046029254386353131)  # 2^64 / golden ratio, as a signed number: Fibonacci hashing

@@ -25,6 +25,7 @@ from pipeproof.diagnostics.finding import (
     WitnessOp,
 )
 from pipeproof.diagnostics.source import SourceMap
+from pipeproof.schedule.derive import look_up
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, KIND_CODE, Op, OpKind
 from pipeproof.specs.load_plan import LoadedPlan
@@ -81,11 +82,8 @@ class ComputeTable:
         """The entry for each (rank, stage, work item), ``NONE`` if nothing is computed; all arrays of one length."""
         num_stages, num_work_items, keys = self._index
         inside = (stage >= 0) & (stage < num_stages) & (work_item >= 0) & (work_item < num_work_items)
-        if not len(keys):
-            return np.full(len(rank), NONE, dtype=np.int64)
         expected = np.where(inside, (rank * num_stages + stage) * num_work_items + work_item, NONE)
-        index = np.minimum(np.searchsorted(keys, expected), len(keys) - 1)
-        return np.where(keys[index] == expected, index, NONE)
+        return look_up(keys, np.arange(len(keys)), expected)
 
     @cached_property
     def _index(self) -> tuple[int, int, IntColumn]:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.derive import BoolColumn, look_up
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import OpKind
 
@@ -237,8 +237,8 @@ class TravellingScales:
     def _steps(self, rank: IntColumn, stage: int, item: IntColumn) -> IntColumn:
         """The I, the send and the receive by which gradients leave a stage, shape [3, n]; NONE where there is none."""
         key = self._key(rank, np.full_like(rank, stage), item)
-        sends = _find(self._sends, key)
-        return np.stack([_find(self._inputs, key), sends, self._received(sends)])
+        sends = look_up(*self._sends, key)
+        return np.stack([look_up(*self._inputs, key), sends, self._received(sends)])
 
     def _next_rank(self, rank: IntColumn, steps: IntColumn) -> IntColumn:
         return np.where(steps[2] != NONE, self.graph.rank[steps[2]], rank)
@@ -272,12 +272,3 @@ class TravellingScales:
     def _key(self, rank: IntColumn, stage: IntColumn, item: IntColumn) -> IntColumn:
         num_stages, num_items = (int(column.max(initial=0)) + 2 for column in (self.graph.stage, self.graph.work_item))
         return (rank * num_stages + stage) * num_items + item
-
-
-def _find(table: _Table, keys: IntColumn) -> IntColumn:
-    """The row of each key; NONE where there is none."""
-    sorted_keys, rows = table
-    if not len(sorted_keys):
-        return np.full(len(keys), NONE, dtype=np.int64)
-    index = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
-    return np.where(sorted_keys[index] == keys, rows[index], NONE)

@@ -17,7 +17,7 @@ import numpy as np
 from pipeproof.comm.plan_context import Mesh
 from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.columns import COMPUTE_QUEUE, REDUCTIONS, WRITE
-from pipeproof.schedule.derive import BoolColumn, is_kind, packed
+from pipeproof.schedule.derive import BoolColumn, is_kind, look_up, packed
 from pipeproof.schedule.op_table import NONE, Group, IntColumn, OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.gradients.coefficient import Coefficient
@@ -252,10 +252,7 @@ def read_histories(
 
 def micro_batch_places(micro_batches: IntColumn, micro_batch: IntColumn) -> IntColumn:
     """The index of each micro-batch in ``micro_batches``, ``NONE`` if it is not one of them."""
-    if not len(micro_batches):
-        return np.full(len(micro_batch), NONE, dtype=np.int64)
-    position = np.minimum(np.searchsorted(micro_batches, micro_batch), len(micro_batches) - 1)
-    return np.where(micro_batches[position] == micro_batch, position, NONE)
+    return look_up(micro_batches, np.arange(len(micro_batches)), micro_batch)
 
 
 def _plain(

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeproof.schedule.columns import FREE, READ, WRITE
-from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.derive import BoolColumn, look_up
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, COPY_KINDS, GATHER_KINDS, KIND_CODE, SLICE_KINDS, OpKind
 from pipeproof.stages.describe.boundary import DirectEdge
@@ -58,8 +58,7 @@ class _Numbering:
         if self._table is not None:
             inside = keys < len(self._table)
             return np.where(inside, self._table[np.where(inside, keys, 0)], NONE)
-        index = np.minimum(np.searchsorted(self._keys, keys), self.count - 1)
-        return np.where(self._keys[index] == keys, index, NONE)
+        return look_up(self._keys, np.arange(self.count), keys)
 
 
 class StageTensors:
