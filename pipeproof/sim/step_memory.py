@@ -25,7 +25,7 @@ backward keeps them to the end of the step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import ceil, prod
 
@@ -61,7 +61,7 @@ def memory_of(
     """
     step = _Step(lowered, Clock(lowered.graph, *(np.array(times, dtype=np.int64) for times in (starts, ends))))
     holdings = [*step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices(), *step.local()]
-    persistent, fragmentation = step.persistent(), exact(lowered.spec.memory.fragmentation)
+    persistent, fragmentation = [*step.persistent()], exact(lowered.spec.memory.fragmentation)
     curves = curves_of(persistent, holdings, ticks)
     if not fragmentation:
         return curves
@@ -96,7 +96,7 @@ class _Step:
         moved = (graph.stop - graph.start) * items[graph.tensor]
         self._moved = np.where(is_packed[graph.tensor], self._bytes[graph.tensor], moved)
 
-    def persistent(self) -> list[dict[Part, int]]:
+    def persistent(self) -> Iterator[dict[Part, int]]:
         """Bytes that each rank holds for the whole step."""
         lowered, graph = self._lowered, self._graph
         overhead = int(lowered.spec.memory.overhead_gib * GIB)
@@ -106,20 +106,16 @@ class _Step:
             for pp in holders
         }
         slots = self._slots()
-        persistent = []
         for rank, global_rank in enumerate(graph.global_rank):
             pp = lowered.mesh.coords(global_rank)["pp"]
             held = [state for (_, holder), state in states.items() if holder == pp]
-            persistent.append(
-                {
-                    Part.PARAMETERS: sum(state.parameters for state in held),
-                    Part.GRADIENTS: sum(state.gradients for state in held),
-                    Part.OPTIMIZER: sum(state.optimizer for state in held),
-                    Part.MESSAGES: slots[rank],
-                    Part.OVERHEAD: overhead,
-                }
-            )
-        return persistent
+            yield {
+                Part.PARAMETERS: sum(state.parameters for state in held),
+                Part.GRADIENTS: sum(state.gradients for state in held),
+                Part.OPTIMIZER: sum(state.optimizer for state in held),
+                Part.MESSAGES: slots[rank],
+                Part.OVERHEAD: overhead,
+            }
 
     def _slots(self) -> dict[int, int]:
         """Bytes of each rank's slots: on each channel the plan's number of slots, sized for its largest message."""
@@ -137,10 +133,10 @@ class _Step:
                 total[rank] += num_slots * moved
         return total
 
-    def activations(self) -> list[Holdings]:
+    def activations(self) -> Iterator[Holdings]:
         """Activations of each work item of each stage; none without backwards."""
         if self._forward_only:
-            return []
+            return
         clock, graph = self._clock, self._graph
         rows = clock.rows(*_FORWARD)
         input_row, weight_row = clock.partner(rows, *_INPUT), clock.partner(rows, *_WEIGHT)
@@ -155,20 +151,17 @@ class _Step:
         }
         entry = graph.stage[rows] * len(self._lowered.sizes) + self._variant(graph.work_item[rows])
         tables = self._tables()
-        holdings = []
         for part in (Part.ACTIVATIONS, Part.LOGITS):
             for life, (begin, end) in extent.items():
                 num_bytes = tables[part, life][entry]
                 if part is Part.ACTIVATIONS:
                     in_slots = np.where(self._input_lifetimes[graph.stage[rows]] == life, self._in_slots(rows), 0)
                     num_bytes = np.maximum(num_bytes - in_slots, 0)  # custom layers may keep less than their input
+                freed = end
                 if life in COPIED:
                     freed, reloaded = self._offloaded(rows, end)
-                    again = Holdings(part, graph.rank[rows], np.minimum(reloaded, end), end, num_bytes)
-                    holdings += [Holdings(part, graph.rank[rows], begin, freed, num_bytes), again]
-                else:
-                    holdings.append(Holdings(part, graph.rank[rows], begin, end, num_bytes))
-        return holdings
+                    yield Holdings(part, graph.rank[rows], np.minimum(reloaded, end), end, num_bytes)
+                yield Holdings(part, graph.rank[rows], begin, freed, num_bytes)
 
     def _offloaded(self, forwards: IntColumn, end: IntColumn) -> tuple[IntColumn, IntColumn]:
         """Times at which activations leave the device and at which they are allocated again; ``end`` if they do not."""
@@ -179,32 +172,25 @@ class _Step:
         freed_at, reloaded_at = (np.where(rows == NONE, end, clock.starts[rows]) for rows in (freed, reload))
         return freed_at, reloaded_at
 
-    def received(self) -> list[Holdings]:
+    def received(self) -> Iterator[Holdings]:
         """Buffers of receives; none with receive slots."""
         if self._buffers.receive_slots is not None:
-            return []
+            return
         clock = self._clock
         inputs, gradients = self._of_tensors(OpKind.RECV_FORWARD), self._of_tensors(OpKind.RECV_BACKWARD)
-        return [
-            self._message(inputs, clock.posted_at(inputs), self._input_leaves(inputs), self._moved[inputs]),
-            self._message(gradients, clock.posted_at(gradients), self._used(gradients), self._moved[gradients]),
-        ]
+        yield self._message(inputs, clock.posted_at(inputs), self._input_leaves(inputs), self._moved[inputs])
+        yield self._message(gradients, clock.posted_at(gradients), self._used(gradients), self._moved[gradients])
 
-    def gathered(self) -> list[Holdings]:
+    def gathered(self) -> Iterator[Holdings]:
         """Gathered tensors, without the received slices themselves."""
         clock = self._clock
         inputs, gradients = self._of_tensors(OpKind.GATHER_FORWARD), self._of_tensors(OpKind.GATHER_BACKWARD)
-        return [
-            self._message(rows, clock.starts[rows], end, self._whole(rows) - self._moved[rows])
-            for rows, end in (
-                (inputs, self._input_leaves(inputs)),
-                (gradients, self._used(gradients)),
-            )
-        ]
+        for rows, end in ((inputs, self._input_leaves(inputs)), (gradients, self._used(gradients))):
+            yield self._message(rows, clock.starts[rows], end, self._whole(rows) - self._moved[rows])
 
-    def sent(self) -> list[Holdings]:
+    def sent(self) -> Iterator[Holdings]:
         """Sent outputs and input gradients, each counted once."""
-        clock, holdings = self._clock, []
+        clock = self._clock
         for kind, makers in ((OpKind.SEND_FORWARD, _FORWARD), (OpKind.SEND_BACKWARD, _INPUT)):
             sends = self._of_tensors(kind)
             rows, arrived = self._last_arrivals(sends)
@@ -213,12 +199,11 @@ class _Step:
                 leaves = self._output_leaves(rows, arrived)
             else:
                 leaves = made if self._buffers.send_slots is not None else arrived
-            holdings.append(self._message(rows, made, leaves, self._whole(rows)))
-        return holdings
+            yield self._message(rows, made, leaves, self._whole(rows))
 
-    def local(self) -> list[Holdings]:
+    def local(self) -> Iterator[Holdings]:
         """Tensors of direct edges, and their gradients, between stages of one rank."""
-        lowered, clock, holdings = self._lowered, self._clock, list[Holdings]()
+        lowered, clock = self._lowered, self._clock
         for edge in lowered.direct:
             sizes = np.array([prod(tensor.shape) * self._item_bytes(tensor) for tensor in edge.variants])
             users = [user for user in edge.consumers if lowered.holders[user] == lowered.holders[edge.producer]]
@@ -231,8 +216,7 @@ class _Step:
                 held.append((back, clock.end_of(clock.look_up(back, clock.rows(*_INPUT), edge.producer))))
             for rows, leaves in held:
                 num_bytes = sizes[self._variant(self._graph.work_item[rows])]
-                holdings.append(self._message(rows, clock.ends[rows], leaves, num_bytes))
-        return holdings
+                yield self._message(rows, clock.ends[rows], leaves, num_bytes)
 
     def _at_stage(self, stage: int, *kinds: OpKind) -> IntColumn:
         rows = self._clock.rows(*kinds)
@@ -253,9 +237,9 @@ class _Step:
             ends[selected] = self._read_by(rows[selected], edge.consumers)
         return ends
 
-    def slices(self) -> list[Holdings]:
+    def slices(self) -> Iterator[Holdings]:
         """Slices of tensors made for sends."""
-        clock, holdings = self._clock, []
+        clock = self._clock
         for kind, send in (
             (OpKind.SLICE_FORWARD, OpKind.SEND_FORWARD),
             (OpKind.SLICE_BACKWARD, OpKind.SEND_BACKWARD),
@@ -263,8 +247,7 @@ class _Step:
             rows = self._of_tensors(kind)
             in_slots = self._buffers.send_slots is not None
             leaves = clock.ends[rows] if in_slots else self._arrival(clock.partner(rows, send))
-            holdings.append(self._message(rows, clock.starts[rows], leaves, self._moved[rows]))
-        return holdings
+            yield self._message(rows, clock.starts[rows], leaves, self._moved[rows])
 
     def _message(self, rows: IntColumn, begin: IntColumn, end: IntColumn, num_bytes: IntColumn) -> Holdings:
         return Holdings(Part.MESSAGES, self._graph.rank[rows], begin, np.maximum(begin, end), num_bytes)

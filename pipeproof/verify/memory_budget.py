@@ -50,14 +50,12 @@ def in_flight(subject: Subject) -> tuple[InFlight, ...]:
     return tuple(InFlight(rank, *both) for rank, both in enumerate(zip(counts, weights, strict=True)))
 
 
-def _peaks(graph: OpGraph, change: IntColumn) -> list[int]:
+def _peaks(graph: OpGraph, change: IntColumn) -> Iterator[int]:
     """By rank, the maximum of its accumulated changes."""
     held = np.cumsum(change)
-    peaks = []
     for start, stop in pairwise(graph.offsets.tolist()):
         before = int(held[start - 1]) if start else 0
-        peaks.append(max(int(held[start:stop].max(initial=before)) - before, 0))
-    return peaks
+        yield max(int(held[start:stop].max(initial=before)) - before, 0)
 
 
 def _input_bytes(plan: LoweredPlan) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -218,15 +218,13 @@ def _messages_to(receiver: int, wanted: IndexMap, holders: Sequence[tuple[int, I
     return sorted(messages, key=lambda message: message.recv_start)
 
 
-def _rest(needed: IndexRange, taken: IndexMap) -> list[IndexRange]:
+def _rest(needed: IndexRange, taken: IndexMap) -> Iterator[IndexRange]:
     """The parts of ``needed`` that are not in ``taken`` (by the receiver's local index)."""
-    rest = []
     position = needed.local
     for start, _, length in (*taken.ranges, IndexRange(needed.local + needed.length, 0, 0)):
         if start > position:
-            rest.append(IndexRange(position, needed.whole + position - needed.local, start - position))
+            yield IndexRange(position, needed.whole + position - needed.local, start - position)
         position = start + length
-    return rest
 
 
 # Transports: how a tensor crosses a stage boundary, and which layouts survive it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import chain, pairwise
 from math import prod
@@ -37,7 +37,7 @@ _DIMS = "acdefghijklmnopqrstuvwxyz"
 
 def describe_layers(plan: PlanSpec) -> tuple[Layer, ...]:
     """The layers of a plan's model in execution order."""
-    return _custom_layers(plan) if plan.is_custom else describe_gpt(plan)
+    return tuple(_custom_layers(plan)) if plan.is_custom else describe_gpt(plan)
 
 
 def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
@@ -65,7 +65,7 @@ def describe_boundary(plan: PlanSpec) -> Boundary:
 
 def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
     """The boundary tensors of each edge of the plan. Edge e is between stages e and e + 1."""
-    return _custom_edges(plan) if plan.is_custom else _gpt_edges(plan)
+    return tuple(_custom_edges(plan) if plan.is_custom else _gpt_edges(plan))
 
 
 def typed_layers(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str, TypedLayer]:
@@ -107,16 +107,14 @@ def input_lifetime(plan: PlanSpec, layers: Sequence[Layer]) -> Lifetime | None:
     return Lifetime.TO_WEIGHT if plan.is_custom else gpt_input_lifetime(plan, layers)
 
 
-def _gpt_edges(plan: PlanSpec) -> tuple[Edge, ...]:
+def _gpt_edges(plan: PlanSpec) -> Iterator[Edge]:
     sizes, by_work_item = work_item_sizes(plan)
-    edges = []
     for edge, (width, num_streams) in enumerate(zip(_widths(plan), _num_mtp_streams(plan), strict=True)):
         edge_sizes = [size.with_mtp_streams(num_streams) for size in sizes]
         derived = tuple((activation(plan, size, width),) for size in edge_sizes)
         entries = [entry for entry in plan.boundaries if entry.edge in (None, edge)]
         declared = (tuple(_declared(plan, entry, size, width) for entry in entries) for size in edge_sizes)
-        edges.append(Edge(tuple(declared) if entries else derived, by_work_item))
-    return tuple(edges)
+        yield Edge(tuple(declared) if entries else derived, by_work_item)
 
 
 def _widths(plan: PlanSpec) -> list[int]:
@@ -158,27 +156,24 @@ def _placement(plan: PlanSpec, text: str, dims: str) -> Placement:
     return INVARIANT if text == "invariant" else REPLICATED
 
 
-def _custom_layers(plan: PlanSpec) -> tuple[Layer, ...]:
+def _custom_layers(plan: PlanSpec) -> Iterator[Layer]:
     """Declared layers issue no collectives: each rank holds a whole layer."""
     weights: dict[str, Parameter] = {}
-    layers = []
     for declared in plan.custom.layers:
         parameters = tuple(
             Parameter(f"{declared.name}.{weight.name}", weight.shape, INVARIANT) for weight in declared.parameters
         )
         weights |= {weight.name: weight for weight in parameters}
         borrowed = tuple(weights[name] for name in declared.borrows)
-        layers.append(Layer(declared.name, parameters, borrowed=borrowed))
-    return tuple(layers)
+        yield Layer(declared.name, parameters, borrowed=borrowed)
 
 
-def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
+def _custom_edges(plan: PlanSpec) -> Iterator[Edge]:
     """The outputs of the last layer of each stage but the last, then the tensors of ``edges`` that it passes on."""
     outputs = {layer.name: layer.out for layer in plan.custom.layers}
     sizes, by_work_item = work_item_sizes(plan)
     stages = custom_stages(plan)
     stage_of = {name: stage for stage, names in enumerate(stages) for name in names}
-    edges = []
     for stage, names in enumerate(stages[:-1]):
         out = outputs[names[-1]] if names else ()
         members: list[tuple[LayerOutputSpec, str]] = [
@@ -191,8 +186,7 @@ def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
             and stage_of[edge.producer] <= stage < max(stage_of[name] for name in edge.consumers)
         ]
         variants = (tuple(_custom_boundary(plan, *member, size.seq_length) for member in members) for size in sizes)
-        edges.append(Edge(tuple(variants), by_work_item))
-    return tuple(edges)
+        yield Edge(tuple(variants), by_work_item)
 
 
 def direct_edges(plan: PlanSpec) -> tuple[DirectEdge, ...]:
