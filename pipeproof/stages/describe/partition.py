@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
@@ -73,25 +73,30 @@ def gpt_stages(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
         return uniform_cut(names, plan.num_stages)
     if isinstance(plan.stages, str):
         return _cut_by_class(plan, names, plan.stages.removeprefix(BY_CLASS))
-    _require_known(plan.stages, names)
+    _require_known(plan.stages, names, _closest, "the model", names_text(names))
     return plan.stages
 
 
-def _require_known(stages: Sequence[Sequence[str]], layer_names: Sequence[str]) -> None:
+def _closest(name: str, names: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+
+
+def _require_known(
+    stages: Sequence[Sequence[str]],
+    layer_names: Sequence[str],
+    nearest: Callable[[str, Sequence[str]], str | None],
+    owner: str,
+    layers_text: str,
+) -> None:
     for stage, names in enumerate(stages):
         for index, name in enumerate(names):
             if name not in layer_names:
-                near = difflib.get_close_matches(name, layer_names, n=1)
-                hint = f"did you mean `{near[0]}`? " if near else ""
-                raise BadPlanAtError(
-                    Finding(
-                        UNKNOWN_LAYER.code,
-                        Severity.ERROR,
-                        f"stage {stage} names the layer `{name}`, which the model does not have",
-                        help=f"{hint}the layers are {names_text(layer_names)}",
-                    ),
-                    ("stages", stage, index),
-                )
+                near = nearest(name, layer_names)
+                hint = f"did you mean `{near}`? " if near else ""
+                message = f"stage {stage} names the layer `{name}`, which {owner} does not have"
+                fix = f"{hint}the layers are {layers_text}"
+                finding = Finding(UNKNOWN_LAYER.code, Severity.ERROR, message, help=fix)
+                raise BadPlanAtError(finding, ("stages", stage, index))
 
 
 def _even_cut(plan: PlanSpec, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -152,31 +157,12 @@ def custom_stages(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
     names = [layer.name for layer in plan.custom.layers]
     if plan.stages is not None:
         assert not isinstance(plan.stages, str), "refused when the plan is read"
-        for stage, listed in enumerate(plan.stages):
-            for index, name in enumerate(listed):
-                if name not in names:
-                    raise _unknown(name, names, stage, index)
+        _require_known(plan.stages, names, nearest_name, "model.layers", ", ".join(names))
         return plan.stages
     if len(names) < plan.num_stages:
         message = f"{len(names)} layers cannot be cut onto {plan.num_stages} stages: a stage would be empty"
         raise _too_few_layers(plan, len(names), message, "declare more layers")
-    share, remainder = divmod(len(names), plan.num_stages)
-    ends = [share * (stage + 1) + min(stage + 1, remainder) for stage in range(plan.num_stages)]
-    return tuple(tuple(names[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
-
-
-def _unknown(name: str, names: Sequence[str], stage: int, index: int) -> BadPlanAtError:
-    near = nearest_name(name, names)
-    hint = f"did you mean `{near}`? " if near else ""
-    return BadPlanAtError(
-        Finding(
-            "PP111",
-            Severity.ERROR,
-            f"stage {stage} names the layer `{name}`, which model.layers does not have",
-            help=f"{hint}the layers are {', '.join(names)}",
-        ),
-        ("stages", stage, index),
-    )
+    return _between(names, [0, *accumulate(even_shares(len(names), plan.num_stages))])
 
 
 def cut_behind(names: Sequence[str], is_counted: Sequence[bool], shares: Sequence[int]) -> tuple[tuple[str, ...], ...]:

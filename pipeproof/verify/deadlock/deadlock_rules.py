@@ -9,7 +9,15 @@ from itertools import pairwise
 import numpy as np
 
 from pipeproof.comm.channel_models import MODELS, ChannelModel, queue_text
-from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, ProgramExcerpt, RuleDoc, Severity
+from pipeproof.diagnostics.finding import (
+    CycleWitness,
+    Finding,
+    Location,
+    OpsWitness,
+    ProgramExcerpt,
+    RuleDoc,
+    Severity,
+)
 from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn
@@ -266,15 +274,9 @@ def _check_device(subject: Subject) -> Iterator[Finding]:
     failing = conditions(subject)
     if failing and all(model.queue == "device" for model in failing):
         ops = cycle_of(subject.graph, failing[0])
-        yield replace(
-            DEVICE.finding(
-                f"{ranks_text(subject, ops)} deadlock {where}: {chain_text(subject, ops)}",
-                location=subject.locate("schedule"),
-                help=f"no change is needed for {subject.backend.name}; on GPUs, issue them in one order on all ranks",
-                witness=cycle_witness(subject, ops),
-            ),
-            severity=Severity.WARNING,
-        )
+        fix = f"no change is needed for {subject.backend.name}; on GPUs, issue them in one order on all ranks"
+        finding = _deadlock(subject, DEVICE, ops, where, fix, subject.locate("schedule"))
+        yield replace(finding, severity=Severity.WARNING)
 
 
 def _check_first_use(subject: Subject) -> Iterator[Finding]:
@@ -283,15 +285,9 @@ def _check_first_use(subject: Subject) -> Iterator[Finding]:
     yield from _check_pairs(subject)
     model = opened_late(subject)
     if model is not None:
-        ops = cycle_of(subject.graph, model)
-        yield replace(
-            FIRST_USE.finding(
-                f"{ranks_text(subject, ops)} deadlock {where}: {chain_text(subject, ops)}",
-                help="open every connection before the first step",
-                witness=cycle_witness(subject, ops),
-            ),
-            severity=Severity.WARNING,
-        )
+        fix = "open every connection before the first step"
+        finding = _deadlock(subject, FIRST_USE, cycle_of(subject.graph, model), where, fix)
+        yield replace(finding, severity=Severity.WARNING)
 
 
 def _check_pairs(subject: Subject) -> Iterator[Finding]:
@@ -300,16 +296,14 @@ def _check_pairs(subject: Subject) -> Iterator[Finding]:
         return
     pp = subject.lowered.spec.topology.pp
     if pp > _ONE_PAIR:
-        yield replace(
-            FIRST_USE.finding(
-                f"unbatched transfers make a communicator of 2 ranks at the first use of each of {pp} pairs of "
-                "pipeline ranks, while others are under way: ranks can enter them in different orders, and hang",
-                location=subject.locate("transport"),
-                help="batch the transfers of a rank (`--no-overlap-p2p-communication` of Megatron-LM), or open the "
-                "connection of each pair before the first step",
-            ),
-            severity=Severity.WARNING,
+        finding = FIRST_USE.finding(
+            f"unbatched transfers make a communicator of 2 ranks at the first use of each of {pp} pairs of "
+            "pipeline ranks, while others are under way: ranks can enter them in different orders, and hang",
+            location=subject.locate("transport"),
+            help="batch the transfers of a rank (`--no-overlap-p2p-communication` of Megatron-LM), or open the "
+            "connection of each pair before the first step",
         )
+        yield replace(finding, severity=Severity.WARNING)
 
 
 _ONE_PAIR = 2
@@ -323,12 +317,14 @@ def _declared(subject: Subject, fault: Fault, doc: RuleDoc, where: str) -> Itera
         return
     model, _ = deadlock
     ops = cycle_of(subject.graph, model)
-    yield doc.finding(
-        f"{ranks_text(subject, ops)} deadlock {where}: {chain_text(subject, ops)}",
-        location=subject.locate("schedule"),
-        help=_help(subject, model, ops),
-        witness=cycle_witness(subject, ops),
-    )
+    yield _deadlock(subject, doc, ops, where, _help(subject, model, ops), subject.locate("schedule"))
+
+
+def _deadlock(
+    subject: Subject, doc: RuleDoc, ops: Sequence[int], where: str, fix: str, location: Location | None = None
+) -> Finding:
+    message = f"{ranks_text(subject, ops)} deadlock {where}: {chain_text(subject, ops)}"
+    return doc.finding(message, location=location, help=fix, witness=cycle_witness(subject, ops))
 
 
 def _help(subject: Subject, model: ChannelModel, ops: Sequence[int]) -> str:

@@ -116,10 +116,7 @@ class Model:
     @cached_property
     def data_ranks(self) -> Coefficient:
         """Ranks with micro-batches of their own."""
-        result = ONE
-        for axis in BATCH_AXES:
-            result *= self.grid.size(axis)
-        return result
+        return prod(map(self.grid.size, BATCH_AXES), start=ONE)
 
     @cached_property
     def fixed_sizes(self) -> Mapping[str, Coefficient]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -230,9 +231,8 @@ class Reader:
         how = int(graph.reduction[op])
         for p in parameters:
             parameter = self.model.facts.parameters[p]
-            factor = ONE
-            for source in sources:
-                factor *= self._factor(source, self.model.rank_sizes(NONE, reduced=True))
+            sizes = self.model.rank_sizes(NONE, reduced=True)
+            factor = prod((self._factor(source, sizes) for source in sources), start=ONE)
             if self.model.facts.guessed and axis is not None and not self.model.is_reduced(parameter, axis):
                 yield p, Move(MoveKind.TOUCH, axis=axis)
             elif how == _MAX:

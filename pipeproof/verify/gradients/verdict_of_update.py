@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, product
+from math import prod
 
 import numpy as np
 
@@ -88,10 +89,7 @@ def rows_to_blame(
         tried = [(row, seen(factor)) for row, factor in scaled[:_MOST_TRIED]]
         for number in range(1, len(tried) + 1):
             for some in combinations(tried, number):
-                total = ONE
-                for _, factor in some:
-                    total *= factor
-                if total == error:
+                if prod((factor for _, factor in some), start=ONE) == error:
                     return tuple(row for row, _ in some)
     return tuple(row for row, _ in scaled)
 
@@ -188,9 +186,7 @@ class UpdateChecker:
                 for axis in cut
             ):
                 return None
-            factor = value
-            for axis in equal:
-                factor *= grid.size(axis) if axis in summed else ONE
+            factor = prod((grid.size(axis) for axis in equal if axis in summed), start=value)
             coordinates = tuple(_ALL if axis in summed else grid.place(source, axis) for axis in partial)
             view = held.views[source]
             parts.setdefault((view.stages[addend], coordinates), []).append(Addend(source, view.counts[addend], factor))
@@ -384,7 +380,5 @@ def _columns(addends: Sequence[Addend]) -> Iterator[tuple[Coefficient, BoolColum
         which = which.ravel()
     for i, column in enumerate(columns.T.tolist()):
         if any(column):
-            total = ZERO
-            for count, addend in zip(column, addends, strict=True):
-                total += addend.factor * Coefficient.of(count) if count else ZERO
-            yield total, which == i
+            shares = (addend.factor * Coefficient.of(n) for n, addend in zip(column, addends, strict=True) if n)
+            yield sum(shares, ZERO), which == i
