@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.verify.layouts import index_maps, issued_collectives, typed_programs
+from pipeproof.verify.layouts import index_maps, typed_programs
 from pipeproof.verify.subject import Rule
 
-RULES: tuple[Rule, ...] = (*typed_programs.RULES, *issued_collectives.RULES, *index_maps.RULES)
+RULES: tuple[Rule, ...] = (*typed_programs.RULES, *index_maps.RULES)
