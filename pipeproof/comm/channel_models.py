@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -118,26 +118,13 @@ def _buffers_no_more(model: ChannelModel, other: ChannelModel) -> bool:
 NCCL_BUFFER_BYTES = 4 * 2**20
 """NCCL's default buffer of a channel, the usual reason why a wrong order works while messages are small."""
 
-MODELS: tuple[ChannelModel, ...] = (
+_COMPLETIONS = (
     ChannelModel("device", "rendezvous"),
     ChannelModel("device", "slots", slots=1),
     ChannelModel("device", "eager", eager_bytes=NCCL_BUFFER_BYTES),
-    ChannelModel("rank", "rendezvous"),
-    ChannelModel("rank", "slots", slots=1),
-    ChannelModel("rank", "eager", eager_bytes=NCCL_BUFFER_BYTES),
-    ChannelModel("direction", "rendezvous"),
-    ChannelModel("direction", "slots", slots=1),
-    ChannelModel("direction", "eager", eager_bytes=NCCL_BUFFER_BYTES),
-    ChannelModel("communicator", "rendezvous"),
-    ChannelModel("communicator", "slots", slots=1),
-    ChannelModel("communicator", "eager", eager_bytes=NCCL_BUFFER_BYTES),
-    ChannelModel("pair", "rendezvous"),
-    ChannelModel("pair", "slots", slots=1),
-    ChannelModel("pair", "eager", eager_bytes=NCCL_BUFFER_BYTES),
-    ChannelModel("directed_edge", "rendezvous"),
-    ChannelModel("directed_edge", "slots", slots=1),
-    ChannelModel("directed_edge", "eager", eager_bytes=NCCL_BUFFER_BYTES),
 )
+
+MODELS: tuple[ChannelModel, ...] = tuple(replace(model, queue=queue) for queue in QUEUES for model in _COMPLETIONS)
 """The models under which every plan is checked, strictest queue first."""
 
 

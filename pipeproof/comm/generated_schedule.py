@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import lcm
 
 from pipeproof.cost.plan_times import resolved_cost
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, listed
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind, assigned, stages_of_ranks
 from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError
@@ -56,8 +56,7 @@ def plan_schedule(plan: PlanSpec) -> Schedule:
         generated = kind.generate(request)
         return generated if placement is None or kind.placement is Placement.ANY else assigned(generated, placement)
     except UnfitSizesError as error:
-        finding = Finding(UNFIT_SCHEDULE.code, Severity.ERROR, str(error), help=error.help)
-        raise BadPlanAtError(finding, error.key) from None
+        raise BadPlanAtError(UNFIT_SCHEDULE.finding(str(error), help=error.help), error.key) from None
 
 
 def default_variant(kind: ScheduleKind, backend: str) -> str | None:

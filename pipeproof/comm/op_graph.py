@@ -57,21 +57,22 @@ class RankWriter:
         """
         step_end = self._rank.step_end
         ready_behind = step_end.ready_behind(reduce_axes)
+
+        def sum_what_is_ready(op: Op) -> None:
+            if stages := ready_behind.get(op):
+                self._blocks.use(self._blocks.add(list(step_end.reduce_concurrently(op, stages, reduce_axes))))
+
         if rows is None and not self._posts:
             for op in self._rank.program:
                 self._use_one(op)
-                if stages := ready_behind.get(op):
-                    self._blocks.use(self._blocks.add(list(step_end.reduce_concurrently(op, stages, reduce_axes))))
+                sum_what_is_ready(op)
         else:
             position = 0
             for computations in _overlapping(rows if rows is not None else map(Row, self._rank.program)):
                 self._use(computations, position)
                 position += len(computations)
                 for row in computations:
-                    if stages := ready_behind.get(row.op):
-                        self._blocks.use(
-                            self._blocks.add(list(step_end.reduce_concurrently(row.op, stages, reduce_axes)))
-                        )
+                    sum_what_is_ready(row.op)
         for block, work_item, origin in self._late:  # sends that are waited for at the end of the step, in their order
             self._blocks.use(block, work_item, origin)
         for update in step_end.updates(reduce_axes):

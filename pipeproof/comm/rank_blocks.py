@@ -29,20 +29,13 @@ from pipeproof.schedule.ops import (
 from pipeproof.schedule.programs import Program
 from pipeproof.specs.schedule import Side
 from pipeproof.stages.describe.boundary import Boundary, Transport, effective_transport, slice_range
-from pipeproof.stages.describe.layer import Collective, CollectiveKind, backward_calls, exchanges, weight_calls
+from pipeproof.stages.describe.layer import Collective, backward_calls, exchanges, weight_calls
 
 if TYPE_CHECKING:
     from pipeproof.schedule.turns import SideTurn
 
 EXPERTS_QUEUE = "ep"
 """The queue of the collectives over ``ep`` of alternating computations."""
-
-_CHILD_KIND = {
-    CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
-    CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
-    CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
-    CollectiveKind.ALL_TO_ALL: OpKind.ALL_TO_ALL,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +429,7 @@ class RankBlocks:
 
     def _issued(self, parent: Op, collectives: Iterable[Collective]) -> Iterator[Row]:
         for index, collective in enumerate(collectives):
-            child = child_of(parent, index, _CHILD_KIND[collective.kind], collective.axis)
+            child = child_of(parent, index, OpKind[collective.kind.name], collective.axis)
             if collective.axis == "pp":  # over the holders of the weight that the label names
                 group = self._copies[self._plan.shared_weights.places(parent.stage, collective.label)]
             else:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError, RuleDoc
 from pipeproof.diagnostics.problems import listed, names_text, nearest_name
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.plan_sections import BY_CLASS, UNIFORM
@@ -95,8 +95,7 @@ def _require_known(
                 hint = f"did you mean `{near}`? " if near else ""
                 message = f"stage {stage} names the layer `{name}`, which {owner} does not have"
                 fix = f"{hint}the layers are {layers_text}"
-                finding = Finding(UNKNOWN_LAYER.code, Severity.ERROR, message, help=fix)
-                raise BadPlanAtError(finding, ("stages", stage, index))
+                raise BadPlanAtError(UNKNOWN_LAYER.finding(message, help=fix), ("stages", stage, index))
 
 
 def _even_cut(plan: PlanSpec, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -129,7 +128,7 @@ def _too_few_layers(plan: PlanSpec, number: int, message: str, alternative: str)
         path, fix = ("schedule", "num_chunks"), f"set schedule.num_chunks to at most {number // pp}"
     else:
         fix = f"set topology.pp to at most {number} and schedule.num_chunks to 1"
-    return BadPlanAtError(Finding(TOO_FEW_LAYERS.code, Severity.ERROR, message, help=f"{fix}, or {alternative}"), path)
+    return BadPlanAtError(TOO_FEW_LAYERS.finding(message, help=f"{fix}, or {alternative}"), path)
 
 
 def _cut_by_class(plan: PlanSpec, names: Sequence[str], pattern: str) -> tuple[tuple[str, ...], ...]:
@@ -145,7 +144,7 @@ def _cut_by_class(plan: PlanSpec, names: Sequence[str], pattern: str) -> tuple[t
         message = f"`{pattern}` matches {number} layers, which do not divide into {num_stages} stages"
         missing = -number % num_stages
         fix = f"count {missing} more, as `model.empty_layers` and `EmptyLayer` in the pattern do, or list the stages"
-    raise BadPlanAtError(Finding(UNEVEN_MATCHES.code, Severity.ERROR, message, help=fix), ("stages",))
+    raise BadPlanAtError(UNEVEN_MATCHES.finding(message, help=fix), ("stages",))
 
 
 def custom_stages(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:

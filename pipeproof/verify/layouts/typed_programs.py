@@ -9,7 +9,7 @@ comparison between ranks can find.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer, TypeProblem, derive_types
-from pipeproof.stages.describe.layer import Collective, CollectiveKind, layer_kind, weight_calls, with_recomputed
+from pipeproof.stages.describe.layer import Collective, layer_kind, weight_calls, with_recomputed
 from pipeproof.stages.describe.model_family import typed_layers
 from pipeproof.stages.describe.type_rules import Reason
 from pipeproof.verify.subject import Rule, Subject, of_small_plan
@@ -238,12 +238,6 @@ ISSUED = RuleDoc(
     kind=ExampleKind.PYTHON,
 )
 
-_KINDS: Mapping[CollectiveKind, OpKind] = {
-    CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
-    CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
-    CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
-    CollectiveKind.ALL_TO_ALL: OpKind.ALL_TO_ALL,
-}
 _FORWARDS, _BACKWARDS = frozenset({OpKind.FORWARD}), frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})
 _COMPUTES = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
 
@@ -272,7 +266,7 @@ class _Needed:
         self.first = np.cumsum(self.count) - self.count
         rows = [
             (
-                KIND_CODE[_KINDS[c.kind]],
+                KIND_CODE[OpKind[c.kind.name]],
                 AXES.index(c.axis),
                 c.numel,
                 names.get(c.reduction, NONE),
@@ -409,7 +403,7 @@ def _first(graph: OpGraph, needed: _Needed, parent: int, children: list[int]) ->
         needs = "none"
         if call is not None:
             where = f"{call.label} of `{layers[position]}`, stage {int(graph.stage[parent])}"
-            needs = f"{_KINDS[call.kind]} of {call.numel} over {call.axis} ({where})"
+            needs = f"{OpKind[call.kind.name]} of {call.numel} over {call.axis} ({where})"
         if call is not None and call.dtype is not None:
             needs += f" in {call.dtype}"
         if child is None:
@@ -419,7 +413,7 @@ def _first(graph: OpGraph, needed: _Needed, parent: int, children: list[int]) ->
         tensor = int(graph.tensor[child])
         dtype = needed.of_activations if tensor == NONE else graph.tensors[tensor].dtype
         is_same = call is not None and (issued.kind, issued.axis, size, names[int(graph.reduction[child])], dtype) == (
-            _KINDS[call.kind],
+            OpKind[call.kind.name],
             call.axis,
             call.numel,
             call.reduction,
