@@ -1,4 +1,4 @@
-"""Small plans for tests: a base with overrides, as a dict, a loaded plan or a checked subject."""
+"""Small plans for tests: a base with overrides, as a dict, a file, a loaded plan or a checked subject."""
 
 from __future__ import annotations
 
@@ -59,6 +59,10 @@ def refusal(plan):
         (finding,) = refused.findings
         return finding
     raise AssertionError("the plan is not refused")
+
+
+def plan_spec(**sections):
+    return plan_from_dict(plan_dict(**sections)).spec
 
 
 def subject(**sections):

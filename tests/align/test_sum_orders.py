@@ -9,11 +9,10 @@ import torch
 from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.analysis.align.read_record import open_record
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.describe.synthetic import micro_batch
 from tests.cli.commands import invoke
-from tests.plans import plan_dict, plan_file, subject
+from tests.plans import plan_file, plan_spec, subject
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 RANDOM = np.random.default_rng(3)
@@ -170,7 +169,7 @@ def test_gradients_of_weights_add_tokens_in_the_order_of_activations(backend, or
         "run": {"backend": backend, "dtype": "float32", "steps": 1, **({"main_grad_dtype": main} if main else {})},
     }  # fmt: skip
     plan_file(tmp_path / "plan.json", **sections)
-    plan = plan_from_dict(plan_dict(**sections)).spec
+    plan = plan_spec(**sections)
     result = invoke("run", tmp_path / "plan.json", "--record", tmp_path / "r", "--record-layers", "--record-values")
     assert result.exit_code == 0, result.output
     side = open_record(tmp_path / "r" / "run")

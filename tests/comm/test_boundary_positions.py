@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pipeproof.comm.lower import lower_loaded
-from pipeproof.specs.load_plan import plan_from_dict
-from tests.plans import plan_dict
+from tests.plans import subject
 
 
 def test_positions_lead_to_the_described_boundaries():
     boundaries = [{"name": "hidden", "dims": "sbh"}, {"name": "mask", "dims": "sbh", "gradient": False}]
     schedule = {"num_micro_batches": 3, "last_micro_batch_size": 1, "micro_batch_size": 2}
     for sections in ({}, {"schedule": schedule}, {"boundaries": boundaries}):
-        plan = lower_loaded(plan_from_dict(plan_dict(topology={"pp": 2}, **sections)))
+        plan = subject(topology={"pp": 2}, **sections).plan
         for tensor in plan.graph.tensors:
             edge, variant, member = tensor.position
             boundary = plan.edges[edge].variants[variant][member]

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.channel_models import completed_sends
 from pipeproof.schedule.op_table import NONE, EdgeKind
-from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.verify.subject import make_subject
 from tests.features import schedule_of
-from tests.plans import plan_dict
+from tests.plans import subject
 
 KINDS = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "looped_bfs", "dualpipe"]
 
@@ -19,7 +17,7 @@ KINDS = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "looped_
 def graph_of(kind, pp=2, num=4):
     schedule = {**schedule_of(kind), "num_micro_batches": num}
     layers = {"model": {"num_layers": 8}}
-    return make_subject(plan_from_dict(plan_dict(topology={"pp": pp}, schedule=schedule, **layers))).unfolded().graph
+    return subject(topology={"pp": pp}, schedule=schedule, **layers).unfolded().graph
 
 
 @given(kind=st.sampled_from(KINDS), pp=st.sampled_from([2, 4]), num=st.sampled_from([8, 12]))
@@ -49,7 +47,7 @@ def test_how_many_sends_of_gradients_the_plan_still_waits_for(kind, kept):
 def test_a_deadlocked_plan_frees_nothing_that_it_has_not_sent():
     programs = [["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]]
     schedule = {"kind": "custom", "num_micro_batches": 2, "programs": programs}
-    graph = make_subject(plan_from_dict(plan_dict(topology={"pp": 2}, schedule=schedule))).unfolded().graph
+    graph = subject(topology={"pp": 2}, schedule=schedule).unfolded().graph
     for rank in range(2):
         for wait, sends in completed_sends(graph, rank).items():
             assert all(send < wait for send in sends)

@@ -19,7 +19,7 @@ from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import make_subject
-from tests.plans import plan_dict, subject
+from tests.plans import plan_dict, plan_spec, subject
 
 
 def texts(graph, rank):
@@ -225,9 +225,7 @@ def test_the_estimate_of_the_size_is_never_too_small():
 
 @pytest.mark.parametrize(("order", "shape"), [("sbh", (8, 2, 16)), ("bsh", (2, 8, 16))])
 def test_boundary_follows_the_dim_order(order, shape):
-    spec = plan_from_dict(
-        plan_dict(model={"activation_order": order}, topology={"tp": 2, "sequence_parallel": True})
-    ).spec
+    spec = plan_spec(model={"activation_order": order}, topology={"tp": 2, "sequence_parallel": True})
     boundary = describe_boundary(spec)
     assert boundary.shape == shape
     assert boundary.tp.dim == order.index("s")

@@ -6,15 +6,15 @@ from pipeproof.specs.axis_layout import INVARIANT, PARTIAL, REPLICATED, sharded
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import Boundary, work_item_sizes
 from pipeproof.stages.describe.model_family import describe_boundaries, describe_boundary
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_spec
 
 
 def edges(**sections):
-    return describe_boundaries(plan_from_dict(plan_dict(**sections)).spec)
+    return describe_boundaries(plan_spec(**sections))
 
 
 def test_without_any_the_activation_crosses_every_edge():
-    spec = plan_from_dict(plan_dict(topology={"pp": 4, "tp": 2, "sequence_parallel": True})).spec
+    spec = plan_spec(topology={"pp": 4, "tp": 2, "sequence_parallel": True})
     found = describe_boundaries(spec)
     assert len(found) == 3
     assert {edge.variants for edge in found} == {((describe_boundary(spec),),)}
@@ -32,7 +32,7 @@ def test_micro_batches_of_other_sizes():
     (edge,) = edges(**sections)
     assert [edge.members(i)[0].shape for i in range(4)] == [(8, 2, 16), (4, 2, 16), (8, 2, 16), (6, 1, 16)]
     assert len(edge.variants) == 3
-    sizes, by_micro_batch = work_item_sizes(plan_from_dict(plan_dict(**sections)).spec)
+    sizes, by_micro_batch = work_item_sizes(plan_spec(**sections))
     assert [(size.seq_length, size.num_rows) for size in sizes] == [(8, 2), (4, 2), (6, 1)]
     assert by_micro_batch == (0, 1, 0, 2)
 

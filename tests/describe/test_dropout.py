@@ -5,19 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import layer_work
 from pipeproof.stages.describe.synthetic import DropoutKeys, dropout_rate, dropout_sites
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 RATE = 0.3
-
-
-def plan(**sections):
-    return plan_from_dict(plan_dict(**sections)).spec
 
 
 def ranges(high):
@@ -28,7 +23,7 @@ def ranges(high):
 @settings(deadline=None, max_examples=60)
 def test_a_part_is_a_part_of_the_whole(positions, heads, queries):
     """Hidden size 10: rows of the mask do not begin where the generator's counts do."""
-    keys = DropoutKeys(plan(model={"hidden_size": 10, "head_size": 2}), 1, 2)
+    keys = DropoutKeys(plan_spec(model={"hidden_size": 10, "head_size": 2}), 1, 2)
     whole = keys.of_tokens("layer.0.attn", RATE, (0, 8))
     assert whole.shape == (2, 8, 10)
     assert np.array_equal(keys.of_tokens("layer.0.attn", RATE, tuple(positions)), whole[:, slice(*positions)])
@@ -40,7 +35,7 @@ def test_a_part_is_a_part_of_the_whole(positions, heads, queries):
 
 def test_every_key_has_a_mask_of_its_own():
     def mask(*, step=0, index=0, layer="layer.0.attn", seed=0, rate=0.5):
-        return DropoutKeys(plan(run={"seed": seed}), step, index).of_tokens(layer, rate, (0, 8))
+        return DropoutKeys(plan_spec(run={"seed": seed}), step, index).of_tokens(layer, rate, (0, 8))
 
     others = [{}, {"step": 1}, {"index": 1}, {"layer": "layer.0.mlp"}, {"layer": "layer.1.attn"}, {"seed": 1}]
     masks = [mask(**other) for other in others]
@@ -51,7 +46,7 @@ def test_every_key_has_a_mask_of_its_own():
 
 
 def test_masks_of_tokens_and_of_attention_are_not_the_same_words():
-    keys = DropoutKeys(plan(), 0, 0)
+    keys = DropoutKeys(plan_spec(), 0, 0)
     tokens, probabilities = keys.of_tokens("x", 0.5, (0, 8)), keys.of_attention("x", 0.5, (0, 4), (0, 8))
     assert not np.array_equal(tokens.reshape(-1), probabilities.reshape(-1)[: tokens.size])
 
@@ -59,7 +54,7 @@ def test_masks_of_tokens_and_of_attention_are_not_the_same_words():
 @pytest.mark.parametrize("rate", [0.01, 0.3, 0.9])
 def test_the_share_that_is_dropped_is_the_rate(rate):
     """Within five standard deviations of a binomial; elements dropped at a rate are dropped at every larger rate."""
-    keys = DropoutKeys(plan(model={"hidden_size": 512}, schedule={"micro_batch_size": 8}), 0, 0)
+    keys = DropoutKeys(plan_spec(model={"hidden_size": 512}, schedule={"micro_batch_size": 8}), 0, 0)
     kept = keys.of_tokens("x", rate, (0, 8))
     deviation = (rate * (1 - rate) / kept.size) ** 0.5
     assert abs(1 - kept.mean() - rate) < 5 * deviation
@@ -68,17 +63,19 @@ def test_the_share_that_is_dropped_is_the_rate(rate):
 
 def test_micro_batches_have_masks_of_their_own_sizes():
     sizes = {"num_micro_batches": 2, "last_micro_batch_size": 1, "seq_lengths": [8, 6]}
-    uneven = plan(schedule=sizes)
+    uneven = plan_spec(schedule=sizes)
     assert DropoutKeys(uneven, 0, 3).of_tokens("x", RATE, (0, 6)).shape == (1, 6, 16)
     assert DropoutKeys(uneven, 0, 2).of_tokens("x", RATE, (0, 8)).shape == (2, 8, 16)
 
 
 def test_one_number_is_that_of_all_places():
-    assert plan(model={"dropout": 0.2}) == plan(model={"dropout": {"embedding": 0.2, "attention": 0.2, "hidden": 0.2}})
-    some = plan(model={"dropout": {"hidden": 0.1}})
+    assert plan_spec(model={"dropout": 0.2}) == plan_spec(
+        model={"dropout": {"embedding": 0.2, "attention": 0.2, "hidden": 0.2}}
+    )
+    some = plan_spec(model={"dropout": {"hidden": 0.1}})
     assert (dropout_rate(some, "hidden"), dropout_rate(some, "attention")) == (0.1, 0.0)
     assert dropout_sites(some) == {"hidden"}
-    assert dropout_sites(plan()) == dropout_sites(plan(model={"dropout": 0})) == frozenset()
+    assert dropout_sites(plan_spec()) == dropout_sites(plan_spec(model={"dropout": 0})) == frozenset()
 
 
 def bytes_of(spec, layer, size=None):
@@ -94,7 +91,7 @@ def test_masks_take_a_byte_an_element(sequence_parallel):
     """16 tokens of 16 elements, on each of two ranks all of them or half; 2 x 4 heads x 8 x 8 probabilities."""
     topology = {"tp": 2, "sequence_parallel": sequence_parallel}
     unfused = {"memory": {"attention": "unfused"}, "topology": topology}
-    without, dropped = plan(**unfused), plan(**unfused, model={"dropout": 0.1})
+    without, dropped = plan_spec(**unfused), plan_spec(**unfused, model={"dropout": 0.1})
     own = 256 // (2 if sequence_parallel else 1)
     before, after = bytes_of(without, "layer.0"), bytes_of(dropped, "layer.0")
     probabilities = 2 * 2 * 8 * 8
@@ -104,7 +101,7 @@ def test_masks_take_a_byte_an_element(sequence_parallel):
 
 
 def test_flash_attention_keeps_no_mask():
-    without, dropped = plan(), plan(model={"dropout": {"attention": 0.1}})
+    without, dropped = plan_spec(), plan_spec(model={"dropout": {"attention": 0.1}})
     assert bytes_of(without, "layer.0") == bytes_of(dropped, "layer.0")
 
 
@@ -114,7 +111,7 @@ def works_of(spec, layer, *, flash):
 
 def test_each_mask_is_multiplied_by_forward_and_back():
     """Reads a value and a byte, writes a value; nothing else changes, and W has no part in it."""
-    without, dropped = plan(), plan(model={"dropout": 0.1})
+    without, dropped = plan_spec(), plan_spec(model={"dropout": 0.1})
     for layer, numbers in {
         "embed": {"embed.dropout": 256},
         "layer.0": {"attn.dropout": 256, "mlp.dropout": 256, "attn.core_dropout": 2 * 4 * 64},
@@ -136,7 +133,7 @@ def test_clamping_is_work_of_the_processor_and_not_of_memory():
                 for work in works_of(spec, "layer.0", flash=True)
                 if "swiglu" in work.name
             }
-            for spec in (plan(), plan(model={"swiglu_limit": 7.0}))
+            for spec in (plan_spec(), plan_spec(model={"swiglu_limit": 7.0}))
         ]
         for what in ("flops", "num_bytes")
     )

@@ -13,7 +13,7 @@ from pipeproof.analysis.tune.recut import layer_times, stage_times
 from pipeproof.cost.plan_times import with_times
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.specs.load_plan import load_plan, plan_from_dict
+from pipeproof.specs.load_plan import load_plan
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer
@@ -24,7 +24,7 @@ from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.subject import make_subject
 from pipeproof.views.plan_tables import render_show
-from tests.plans import plan_dict, subject
+from tests.plans import plan_spec, subject
 
 BARE = [["embed", "layer.0"], ["layer.1", "layer.2", "layer.3"], ["norm", "head"]]
 FILLED = [["embed", "empty.0", "layer.0"], ["layer.1", "layer.2", "layer.3", "empty.1"], ["empty.2", "norm", "head"]]
@@ -34,7 +34,7 @@ SIZE = MicroBatchSize(8, 2)
 
 def spec(stages=None, **sections):
     model = {**(ENDS if stages != BARE else {}), **sections.pop("model", {})}
-    return plan_from_dict(plan_dict(model=model, topology={"pp": 3}, stages=stages, **sections)).spec
+    return plan_spec(model=model, topology={"pp": 3}, stages=stages, **sections)
 
 
 @pytest.mark.parametrize("place", ["after_tail_empty", "before_tail_empty"])
@@ -100,7 +100,7 @@ def test_they_get_none_of_a_stages_time():
 
 
 def layers_of(**sections):
-    return stage_layers(plan_from_dict(plan_dict(**sections)).spec)
+    return stage_layers(plan_spec(**sections))
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
@@ -145,4 +145,4 @@ def test_an_unknown_layer_is_an_error_at_its_place(tmp_path):
 
 def test_too_few_layers_is_an_error_at_the_topology():
     with pytest.raises(PlanFileError, match="PP110: 2 transformer layers"):
-        make_subject(plan_from_dict(plan_dict(model={"num_layers": 2}, topology={"pp": 3})))
+        subject(model={"num_layers": 2}, topology={"pp": 3})

@@ -8,9 +8,8 @@ reduction.
 import numpy as np
 import pytest
 
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 TP, EP, TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 2, 2, 5, 3, 4, 4, 2
 OWN = EXPERTS // EP
@@ -92,7 +91,7 @@ class Experts:
 @pytest.mark.parametrize("name", ["router", "up", "down"])
 def test_gradients_are_sums_over_just_the_axes_that_the_types_name(name):
     model = {"moe": {"num_experts": EXPERTS, "top_k": TOP_K, "ffn_size": FFN}}
-    block = typed_gpt(plan_from_dict(plan_dict(model=model, topology={"tp": TP, "ep": EP})).spec)["moe_block"]
+    block = typed_gpt(plan_spec(model=model, topology={"tp": TP, "ep": EP}))["moe_block"]
     full_name = "mlp.router.weight" if name == "router" else f"mlp.experts.{name}.weight"
     partial = block.partial_over[full_name]
     experts = Experts(seed=3)

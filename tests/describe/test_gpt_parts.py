@@ -16,14 +16,14 @@ from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import Phase, layer_work
 from pipeproof.stages.describe.stage_memory import Lifetime
 from pipeproof.stages.describe.synthetic import initial_weight
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_spec
 
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "dense_layers": 1}
 TOKENS = 2 * 8
 
 
 def balanced(memory=(), **moe):
-    return plan_from_dict(plan_dict(model={"moe": {**MOE, **moe}}, topology={"pp": 1}, memory=dict(memory))).spec
+    return plan_spec(model={"moe": {**MOE, **moe}}, topology={"pp": 1}, memory=dict(memory))
 
 
 def held(plan):
@@ -68,7 +68,7 @@ ALL = {"norm": "layer", "qk_norm": True, "biases": "all"}
 
 
 def spec_of(model, **topology):
-    return plan_from_dict(plan_dict(model=model, topology={"pp": 1, **topology})).spec
+    return plan_spec(model=model, topology={"pp": 1, **topology})
 
 
 def parameters(model, layer, **topology):

@@ -4,17 +4,12 @@ import numpy as np
 import pytest
 
 from pipeproof.cost.plan_times import link_times
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.stage_memory import optimizer_bytes, state_of
 from pipeproof.verify.certificate import graph_digest
-from tests.plans import plan_dict, subject
+from tests.plans import plan_spec, subject
 
 NETWORK = {"network": {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 300}}}
-
-
-def plan(**sections):
-    return plan_from_dict(plan_dict(**sections)).spec
 
 
 @pytest.mark.parametrize(
@@ -29,7 +24,7 @@ def plan(**sections):
     ],
 )
 def test_gradients_moments_and_the_copy_have_their_type(sections, gradients, optimizer):
-    spec = plan(**sections)
+    spec = plan_spec(**sections)
     layers = describe_gpt(spec)
     numel = sum(int(np.prod(weight.shape)) for layer in layers for weight in layer.parameters)
     assert state_of(spec, layers).gradients == gradients * numel
@@ -45,7 +40,7 @@ def test_gradients_moments_and_the_copy_have_their_type(sections, gradients, opt
     ],
 )
 def test_reductions_cost_the_bytes_of_their_type(sections, dtype):
-    links = link_times(plan(topology={"dp": 2}, cost=NETWORK, **sections))
+    links = link_times(plan_spec(topology={"dp": 2}, cost=NETWORK, **sections))
     assert links is not None
     assert links.gradient_dtype == dtype
     assert links.dtype == "float32"

@@ -5,7 +5,6 @@ from fractions import Fraction
 import pytest
 
 from pipeproof.diagnostics.finding import BadPlanError
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
@@ -16,7 +15,7 @@ from pipeproof.stages.describe.stage_memory import (
     optimizer_bytes,
     state_of,
 )
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 GPT3 = {"hidden": 12288, "heads": 96}
 MT_NLG = {"hidden": 20480, "heads": 128}
@@ -29,7 +28,7 @@ def plan(hidden=64, heads=8, ffn=None, tp=1, sp=False, dtype="bfloat16", attenti
     model |= {"num_layers": 2, **sections.pop("model", {})}
     schedule = {"micro_batch_size": ROWS, **sections.pop("schedule", {})}
     topology = {"pp": 1, "tp": tp, "sequence_parallel": sp, **sections.pop("topology", {})}
-    return plan_from_dict(plan_dict(model=model, topology=topology, schedule=schedule, memory=memory, **sections)).spec
+    return plan_spec(model=model, topology=topology, schedule=schedule, memory=memory, **sections)
 
 
 def held(spec, names=("layer.0",), size=None):

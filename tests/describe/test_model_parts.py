@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.specs.axis_layout import INVARIANT, sharded
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import CollectiveKind, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_ops import PARTIAL, REPLICATED, cut
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 2, "value_head_size": 3}
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 8}
@@ -46,7 +45,7 @@ gpt_parts = st.fixed_dictionaries(
 
 
 def spec_of(model, **topology):
-    return plan_from_dict(plan_dict(model={"seq_length": 16, **model}, topology={"pp": 2, **topology})).spec
+    return plan_spec(model={"seq_length": 16, **model}, topology={"pp": 2, **topology})
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,14 +5,13 @@ from math import prod
 import pytest
 
 from pipeproof.comm.lower import lower
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.mtp_streams import mtp_streams_after, mtp_streams_into
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
 from pipeproof.stages.describe.stage_memory import Lifetime
 from pipeproof.verify.check_plan import check_subject
-from tests.plans import plan_dict, subject
+from tests.plans import plan_spec, subject
 from tests.verify.gradient_mutants import changed, own
 from tests.verify.programs import errors, mutated
 
@@ -22,7 +21,7 @@ ITEM = 4
 
 def spec(mtp, **sections):
     model = {**({"mtp": mtp} if mtp else {}), **sections.pop("model", {})}
-    return plan_from_dict(plan_dict(model=model, **sections)).spec
+    return plan_spec(model=model, **sections)
 
 
 @pytest.mark.parametrize("order", ["sbh", "bsh"])

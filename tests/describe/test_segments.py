@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.diagnostics.finding import BadPlanAtError
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.layer import CLASS_NAMES, layer_order, layer_prefix
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.partition import cut_behind, even_shares
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 FLEET_DEFAULT = "layer:TransformerLayer|EmptyLayer"
 METHODS = (FLEET_DEFAULT, "layer:transformerlayer", "layer:Empty", "layer:.", "layer:^GPT")
@@ -23,7 +22,7 @@ def spec(num_layers, head, tail, pp, stages, *, num_chunks=1, norm="after_tail_e
     schedule = {"num_micro_batches": 2 * pp * num_chunks}
     if num_chunks > 1:
         schedule |= {"kind": "interleaved", "num_chunks": num_chunks}
-    return plan_from_dict(plan_dict(model=model, topology={"pp": pp}, schedule=schedule, stages=stages)).spec
+    return plan_spec(model=model, topology={"pp": pp}, schedule=schedule, stages=stages)
 
 
 def ours(plan):
@@ -126,5 +125,5 @@ def test_fewer_layers_than_stages():
 
 def test_dualpipe_v_is_cut_uniformly_as_fleet_does():
     schedule = {"kind": "dualpipe_v", "num_chunks": 2}
-    plan = plan_from_dict(plan_dict(model={"num_layers": 6}, schedule=schedule, stages="uniform")).spec
+    plan = plan_spec(model={"num_layers": 6}, schedule=schedule, stages="uniform")
     assert [len(names) for names in stage_layers(plan)] == [2, 2, 2, 3]

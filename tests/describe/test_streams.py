@@ -24,7 +24,7 @@ from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check, check_subject
 from tests.describe.test_model_parts import assert_described_as_typed
-from tests.plans import plan_dict, subject
+from tests.plans import plan_dict, plan_spec, subject
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 MTP = {"mtp": {"num_modules": 1, "reads": "after_norm", "embedding": "own"}}
@@ -34,7 +34,7 @@ MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 2, "value_head_size"
 def spec_of(streams, model=(), **sections):
     sections = {"topology": {"pp": 1}, **sections}
     model = {"seq_length": 16, "hyper_connections": {"streams": streams}, **dict(model)}
-    return plan_from_dict(plan_dict(model=model, **sections)).spec
+    return plan_spec(model=model, **sections)
 
 
 @settings(max_examples=60, deadline=None)
@@ -171,9 +171,7 @@ def total(holdings, *lives):
 def test_bytes_of_a_block_with_streams(sp):
     """n streams around each of two sub-layers: the streams, their norm, gates and mixes, results."""
     topology = {"pp": 1, "tp": 2, "sequence_parallel": sp}
-    several, one = spec_of(4, topology=topology), plan_from_dict(
-        plan_dict(model={"seq_length": 16}, topology=topology)
-    ).spec  # fmt: skip
+    several, one = spec_of(4, topology=topology), plan_spec(model={"seq_length": 16}, topology=topology)  # fmt: skip
     tokens, n, hidden, gates = Fraction(16 * 2, 2 if sp else 1), 4, 16, 24
     forward = (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
     more = total(held(several, "layer.1"), *forward) - total(held(one, "layer.1"), *forward)
@@ -248,5 +246,5 @@ def test_right_ones_stay_what_they_are():
     assert jsonschema.Draft202012Validator(plan_json_schema()).is_valid(
         plan_dict(model={"hyper_connections": {"streams": 4}})
     )
-    assert plan_from_dict(plan_dict()).spec.model.num_streams == 1
+    assert plan_spec().model.num_streams == 1
     assert check(loaded).certificate is not None

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import derive_types
 from pipeproof.stages.describe.gpt import describe_gpt
@@ -12,7 +11,7 @@ from pipeproof.stages.describe.type_rules import Reason
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_ops import INVARIANT, PARTIAL, REPLICATED, VARYING, ProgramBuilder, axis_type, cut
 from tests.describe import moe
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 SIZES = {"s": 8, "b": 2, "h": 4, "f": 16, "v": 32, "a": 4, "d": 2, "g": 8}
 
@@ -234,12 +233,10 @@ def test_a_cut_that_does_not_divide_is_said():
     size=st.sampled_from([None, MicroBatchSize(16, 1), MicroBatchSize(8, 3)]),
 )
 def test_the_description_by_hand_is_what_the_types_say(tp, cp, sp, order, size):
-    spec = plan_from_dict(
-        plan_dict(
-            model={"activation_order": order, "seq_length": 16},
-            topology={"pp": 2, "tp": tp, "cp": cp, "sequence_parallel": sp},
-        )
-    ).spec
+    spec = plan_spec(
+        model={"activation_order": order, "seq_length": 16},
+        topology={"pp": 2, "tp": tp, "cp": cp, "sequence_parallel": sp},
+    )
     typed = typed_gpt(spec, size)
     for layer in describe_gpt(spec, size):
         needed = typed[layer.name if layer.name in typed else "block"]
@@ -258,7 +255,7 @@ def test_the_description_by_hand_is_what_the_types_say(tp, cp, sp, order, size):
 
 
 def test_what_the_gpt_types_mean():
-    spec = plan_from_dict(plan_dict(topology={"tp": 2, "cp": 2, "sequence_parallel": True})).spec
+    spec = plan_spec(topology={"tp": 2, "cp": 2, "sequence_parallel": True})
     block = typed_gpt(spec)["block"]
     assert block.values["fused"].types == {"tp": cut("c"), "cp": cut("s")}
     assert block.values["mlp.addends"].over("tp") == PARTIAL

@@ -35,7 +35,7 @@ from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, layer_work
 from pipeproof.stages.describe.stage_memory import copied_bytes
 from tests.cli.commands import invoke
-from tests.plans import FLAT, plan_dict
+from tests.plans import FLAT, plan_dict, plan_spec
 
 MODEL = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}
 
@@ -43,7 +43,7 @@ MODEL = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 
 def plan(analytic=None, **sections):
     cost = {"analytic": {"device": "h200", "dtype": "bfloat16", **(analytic or {})}}
     sections = {"model": MODEL, "topology": {"pp": 1}, **sections}
-    return plan_from_dict(plan_dict(cost=cost, **sections)).spec
+    return plan_spec(cost=cost, **sections)
 
 
 def costs(spec):
@@ -203,7 +203,7 @@ def test_copies_to_host_memory_run_next_to_computations():
     def stage(memory, **cost):
         cost = {"analytic": {"device": "h200", "dtype": "bfloat16"}, **cost}
         sections = {"model": sizes, "topology": {"pp": 2}, "memory": memory, "cost": cost}
-        spec = plan_from_dict(plan_dict(**sections)).spec
+        spec = plan_spec(**sections)
         return spec, costs(spec).stages[0]
 
     spec, slow = stage(memory, host_bandwidth=1)
@@ -329,7 +329,7 @@ def test_times_are_on_the_grid_and_near_what_they_stand_for():
 
 
 def test_given_times_stay_as_they_are():
-    spec = plan_from_dict(plan_dict(cost={"forward_us": 5})).spec
+    spec = plan_spec(cost={"forward_us": 5})
     assert with_times(spec) is spec
 
 
@@ -389,7 +389,7 @@ def test_tune_assumes_no_proportions_of_computed_times(shown):
 
 
 def test_the_plain_string_is_the_device():
-    short, long = (plan_from_dict(plan_dict(cost={"analytic": a})).spec for a in ("a100", {"device": "a100"}))
+    short, long = (plan_spec(cost={"analytic": a}) for a in ("a100", {"device": "a100"}))
     assert short == long
     for spec in (short, long):  # as workers are sent it
         assert plan_from_dict(spec.model_dump(mode="json")).spec == spec

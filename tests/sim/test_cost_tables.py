@@ -28,7 +28,7 @@ from pipeproof.stages.describe.op_work import (
     ProductShape,
     layer_work,
 )
-from tests.plans import FLAT, plan_dict
+from tests.plans import FLAT, plan_spec
 
 TABLES = {name: table for name in DEVICES if (table := device_table(name)) is not None}
 CURVES = [(name, curve) for name, table in TABLES.items() for curve in table.products]
@@ -64,8 +64,7 @@ def shape(m, n, k, number=1, *, ragged=False):
 def plan(analytic=None, **sections):
     model = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}
     sections.setdefault("model", model)
-    return plan_from_dict(plan_dict(cost={"analytic": {"device": "h100", "dtype": "bfloat16", **(analytic or {})}},
-                                    **sections)).spec  # fmt: skip
+    return plan_spec(cost={"analytic": {"device": "h100", "dtype": "bfloat16", **(analytic or {})}}, **sections)
 
 
 def stages(spec):

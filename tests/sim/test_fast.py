@@ -28,7 +28,7 @@ from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import StepTimer, channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.cli.commands import invoke
-from tests.plans import plan_dict, plan_file, subject
+from tests.plans import plan_file, plan_spec, subject
 from tests.schedule.drawn import generated, plan_of, requests
 from tests.verify.test_two_writings import broken_subjects, random_graphs
 
@@ -231,7 +231,7 @@ PRIME_COSTS = {"forward_us": ["1/999999999989", "1/999999999961"]}
 
 
 def test_times_that_need_more_than_64_bits_are_left_to_the_model():
-    plan = lower(plan_from_dict(plan_dict(cost=PRIME_COSTS)).spec)
+    plan = lower(plan_spec(cost=PRIME_COSTS))
     assert durations_of(plan).ticks_per_us > 2**63
     assert simulate(plan).engine == "simpy"
     with pytest.raises(BadPlanAtError, match="exceed 64 bits") as caught:

@@ -13,7 +13,7 @@ from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
-from tests.plans import plan_dict, refusal
+from tests.plans import plan_dict, plan_spec, refusal
 
 LATENCY, BYTES_PER_US = 2, 1000
 NETWORK = {"ranks_per_node": 64, "node": {"latency_us": LATENCY, "bandwidth": 1}}
@@ -23,14 +23,12 @@ LONG = {"forward_us": 1000, "backward_us": 2000}
 def lowered(*, kind="1f1b", when="at_end", topology=(), memory=(), **cost):
     chunks = {"num_chunks": 2} if kind == "interleaved" else {}
     return lower(
-        plan_from_dict(
-            plan_dict(
-                topology={"dp": 2, **dict(topology)},
-                schedule={"kind": kind, **chunks, "reduce_gradients": when},
-                memory=dict(memory),
-                cost={"network": NETWORK, **LONG, **cost},
-            )
-        ).spec
+        plan_spec(
+            topology={"dp": 2, **dict(topology)},
+            schedule={"kind": kind, **chunks, "reduce_gradients": when},
+            memory=dict(memory),
+            cost={"network": NETWORK, **LONG, **cost},
+        )
     )
 
 
@@ -146,11 +144,7 @@ def test_all_ranks_that_hold_a_weight_sum_it_at_once():
 def test_experts_have_buckets_of_their_own():
     moe = {"num_experts": 4, "top_k": 2, "ffn_size": 16}
     plan = lower(
-        plan_from_dict(
-            plan_dict(
-                model={"moe": moe}, topology={"ep": 2, "dp": 2}, cost={"network": NETWORK, "bucket_size": "stage"}
-            )
-        ).spec
+        plan_spec(model={"moe": moe}, topology={"ep": 2, "dp": 2}, cost={"network": NETWORK, "bucket_size": "stage"})
     )
     weights = plan.weights_of(0, 0)
     experts = sum(prod(weight.local_shape({"tp": 1, "ep": 2})) for weight in weights if "ep" in weight.sharded_over)
@@ -196,7 +190,7 @@ def test_refused_and_next_to_it_right(name):
     finding = refusal(plan_dict(cost=refused))
     assert finding.code == "PP106"
     assert "bucket_size" in finding.message
-    assert plan_from_dict(plan_dict(cost={**refused, **repair})).spec
+    assert plan_spec(cost={**refused, **repair})
 
 
 @pytest.mark.parametrize("size", [0, 10**12 + 1, "each", 1.5])

@@ -22,7 +22,7 @@ from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.views.html.relations import Cause, Idle, Relations, cause, critical_path, idle_times
 from pipeproof.views.html.timeline_page import CATEGORIES, payload, timeline_html
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 from tests.schedule.drawn import generated, plan_of, requests
 
 DTYPES = {"u8": "u1", "u16": "<u2", "u32": "<u4", "f64": "<f8"}
@@ -79,7 +79,7 @@ def test_the_path_and_the_bubbles_of_a_plan_with_a_network():
         "between": {"bandwidth": 0.01, "latency_us": 3},
     }
     cost = {"forward_us": 900, "backward_us": 1900, "optimizer_us": 70, "network": network}
-    lowered = lower(plan_from_dict(plan_dict(topology={"pp": 2, "tp": 2, "dp": 2}, cost=cost)).spec)
+    lowered = lower(plan_spec(topology={"pp": 2, "tp": 2, "dp": 2}, cost=cost))
     timeline = simulate(lowered).timeline
     relations = Relations(timeline, lowered.graph)
     path = critical_path(relations)

@@ -9,8 +9,7 @@ from pipeproof.comm.lower import lower
 from pipeproof.cost.plan_times import link_times, resolved_cost
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load_plan import plan_from_dict
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 NETWORK = {"ranks_per_node": 4, "node": {"bandwidth": 2, "latency_us": 3}, "launch_us": 10}
 MESSAGE_BYTES = 8 * 2 * 16 * 4  # sequence, micro-batch, hidden, float32
@@ -25,7 +24,7 @@ def plan(edges, cost=None, **network):
     given = {"forward_us": 1000, "backward_us": 1000} if cost is None else cost
     given = {**given, "network": {**NETWORK, "edges": edges, **network} if cost is None else {"edges": edges}}
     sections = {"topology": {"pp": 4}, "schedule": {"kind": "gpipe", "num_micro_batches": 1}}
-    return plan_from_dict(plan_dict(**sections, cost=given)).spec
+    return plan_spec(**sections, cost=given)
 
 
 def test_a_measured_edge_takes_its_own_time_and_the_others_the_links():

@@ -15,20 +15,16 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.stages.describe.stage_memory import memory_dtype
 from tests.cli.commands import invoke
-from tests.plans import FLAT, plan_dict, plan_file
+from tests.plans import FLAT, plan_dict, plan_file, plan_spec
 
 H200 = {"device": "h200", "dtype": "bfloat16", **FLAT}
 STAGES = [["embed", "layer.0", "layer.1"], ["layer.2", "layer.3", "norm", "head"]]
 
 
-def spec_of(**sections):
-    return plan_from_dict(plan_dict(**sections)).spec
-
-
 def computed(analytic=H200, **sections):
     """The given times that the plan's computed ones come to."""
     sections.setdefault("stages", STAGES)
-    return with_times(spec_of(cost={"analytic": analytic}, **sections)).cost
+    return with_times(plan_spec(cost={"analytic": analytic}, **sections)).cost
 
 
 def test_full_recompute_adds_the_blocks_forward_to_i_and_nothing_else():
@@ -106,7 +102,7 @@ def test_a_router_with_its_experts_adds_its_exchanges():
     sections = {"model": {"moe": moe}, "topology": {"ep": 2}, "stages": STAGES, "cost": {"analytic": H200}}
 
     def stage(**memory):
-        spec = spec_of(memory=memory, **sections)
+        spec = plan_spec(memory=memory, **sections)
         return AnalyticCosts(spec, spec.cost.analytic).stages[1]
 
     plain, again = stage(), stage(recompute="selective", recompute_modules=["moe"])
@@ -140,21 +136,21 @@ def test_the_optimizers_step_takes_its_bytes_at_the_memorys_bandwidth():
 
 
 def test_given_times_are_taken_as_they_are():
-    spec = spec_of(cost={"forward_us": 10, "backward_us": 20, "optimizer_us": [3, 4]}, memory={"recompute": "full"})
+    spec = plan_spec(cost={"forward_us": 10, "backward_us": 20, "optimizer_us": [3, 4]}, memory={"recompute": "full"})
     assert with_times(spec) is spec
     assert [spec.cost.optimizer_of(stage) for stage in range(2)] == [3, 4]
-    assert spec_of().cost.optimizer_of(0) == 0
+    assert plan_spec().cost.optimizer_of(0) == 0
 
 
 def test_a_list_of_steps_has_an_entry_for_each_stage():
     with pytest.raises(BadPlanError, match=r"PP109: `cost.optimizer_us` has 3 entries"):
-        spec_of(cost={"optimizer_us": [1, 2, 3]})
+        plan_spec(cost={"optimizer_us": [1, 2, 3]})
 
 
 def test_types_that_the_device_was_asked_about_stay_those_of_memory():
-    lowered = lower(spec_of(cost={"analytic": {**H200, "attention": "unfused"}}))
+    lowered = lower(plan_spec(cost={"analytic": {**H200, "attention": "unfused"}}))
     assert (lowered.spec.memory.dtype, lowered.spec.memory.attention) == ("bfloat16", "unfused")
-    own = spec_of(cost={"analytic": H200}, memory={"dtype": "float16"})
+    own = plan_spec(cost={"analytic": H200}, memory={"dtype": "float16"})
     assert memory_dtype(own) == lower(own).spec.memory.dtype == "float16"
 
 

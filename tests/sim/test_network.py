@@ -23,7 +23,7 @@ from pipeproof.specs.cost import AnalyticSpec, NetworkSpec
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.plan_sections import TopologySpec
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_spec
 from tests.profiles import profile_text
 from tests.schedule.drawn import generated, plan_of, requests
 
@@ -37,7 +37,7 @@ NETWORK = {
 
 def plan(cost=None, network=None, **sections):
     cost = {"forward_us": 10**6, "backward_us": 10**6, **(cost or {}), "network": {**NETWORK, **(network or {})}}
-    return plan_from_dict(plan_dict(cost=cost, **sections)).spec
+    return plan_spec(cost=cost, **sections)
 
 
 # Formulas
@@ -170,7 +170,7 @@ def test_gradients_are_reduced_in_their_own_type_after_the_last_backward():
     cost = {
         "analytic": {"device": "h200", "dtype": "bfloat16", "link_efficiency": 0.75, "launch_us": 0, "node_step_us": 0}
     }
-    lowered = lower(plan_from_dict(plan_dict(topology={"pp": 1, "dp": 2}, cost=cost)).spec)
+    lowered = lower(plan_spec(topology={"pp": 1, "dp": 2}, cost=cost))
     spans = [span for span in simulate(lowered).timeline.spans if span.rank == 0]
     reduces = [span for span in spans if span.op.startswith("0REDUCE_GRAD:dp/")]
     last_backward = next(span for span in spans if span.op == "0B3")
@@ -206,7 +206,7 @@ def test_of_replicas_the_slowest_counts():
 
 
 def test_without_a_network_collectives_take_nothing():
-    lowered = lower(plan_from_dict(plan_dict(topology={"pp": 2, "tp": 2, "dp": 2}, cost={"p2p_latency_us": 7})).spec)
+    lowered = lower(plan_spec(topology={"pp": 2, "tp": 2, "dp": 2}, cost={"p2p_latency_us": 7}))
     assert lowered.links is None
     durations = durations_of(lowered)
     assert durations.message_ticks is None

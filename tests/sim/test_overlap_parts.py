@@ -25,7 +25,7 @@ from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from tests.comm.test_overlap_pairs import MOE, V, plan
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_spec
 from validation.board.dualpipe_pair_rows import read_pair_summary
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def plans_of_equal_stages(draw):
 @settings(max_examples=200, deadline=None)
 def test_pairs_of_1f1b_with_equal_stages_are_never_slower(sections):
     without = {**sections, "schedule": {**sections["schedule"], "overlap": "none"}}
-    pairs, none = (simulate(lower(plan_from_dict(plan_dict(**each)).spec)).makespan for each in (sections, without))
+    pairs, none = (simulate(lower(plan_spec(**each))).makespan for each in (sections, without))
     assert pairs <= none
 
 

@@ -21,7 +21,7 @@ from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.check_plan import check_subject
-from tests.plans import plan_dict, subject
+from tests.plans import plan_dict, plan_spec, subject
 
 MOE = {"num_experts": 8, "top_k": 4, "ffn_size": 8, "dense_layers": 1}
 EIGHT_BIT = {**MOE, "dispatch_dtype": "float8"}
@@ -94,7 +94,7 @@ def test_the_figure_of_a_published_count():
 
 
 def test_what_goes_to_experts_has_its_type_and_what_comes_back_has_not():
-    spec = plan_from_dict(plan_dict(model={"moe": EIGHT_BIT}, topology={"ep": 2})).spec
+    spec = plan_spec(model={"moe": EIGHT_BIT}, topology={"ep": 2})
     dense, block = describe_gpt(spec)[1:3]
     assert not dense.forward_collectives
     counts, *forward = block.forward_collectives
@@ -110,7 +110,7 @@ def test_what_goes_to_experts_has_its_type_and_what_comes_back_has_not():
 def test_the_graph_has_the_type_and_times_follow_it():
     network = {"ranks_per_node": 1, "node": {"bandwidth": 1}, "between": {"bandwidth": 0.001}}
     cost = {"forward_us": 10**6, "backward_us": 10**6, "network": network}
-    lowered = lower(plan_from_dict(plan_dict(model={"moe": EIGHT_BIT}, topology={"ep": 2}, cost=cost)).spec)
+    lowered = lower(plan_spec(model={"moe": EIGHT_BIT}, topology={"ep": 2}, cost=cost))
     graph = lowered.graph
     exchanges = [i for i in graph.rank_ops(0) if graph.ops[i].kind is OpKind.ALL_TO_ALL]
     assert {graph.tensors[t].dtype for t in graph.tensor[exchanges].tolist() if t != NONE} == {"float8", "int64"}
@@ -154,7 +154,7 @@ def test_other_plans_with_it_are_right_and_both_engines_time_them_alike(topology
 
 def test_experts_keep_tokens_as_they_were_sent():
     def held(moe):
-        spec = plan_from_dict(plan_dict(model={"moe": moe}, topology={"ep": 2}, memory={"dtype": "bfloat16"})).spec
+        spec = plan_spec(model={"moe": moe}, topology={"ep": 2}, memory={"dtype": "bfloat16"})
         (block,) = [layer for layer in describe_gpt(spec) if layer.name == "layer.1"]
         return {h.name: h.num_bytes for h in stored_activations(spec, [block], MicroBatchSize(8, 2))}
 

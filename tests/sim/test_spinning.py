@@ -17,7 +17,7 @@ from pipeproof.sim.op_durations import Durations, durations_of
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_spec
 from tests.schedule.drawn import generated, plan_of, requests
 
 EAGER, RENDEZVOUS = (ChannelModel("directed_edge", completes) for completes in ("eager", "rendezvous"))
@@ -208,7 +208,7 @@ def test_a_slowed_computation_ends_with_a_nanosecond():
 
 
 def test_the_fast_engine_refuses_slowed_computations():
-    plan = lower(plan_from_dict(plan_dict(transport={"recv_order": "prefetch_one"}, cost={"recv_slowdown": 0.1})).spec)
+    plan = lower(plan_spec(transport={"recv_order": "prefetch_one"}, cost={"recv_slowdown": 0.1}))
     with pytest.raises(NotTimedError, match="slowed down by pending receives"):
         run_fast(plan.graph, durations_of(plan), EAGER)
 
@@ -219,7 +219,7 @@ def test_the_fast_engine_refuses_slowed_computations():
 )
 def test_a_device_has_the_slowdown_that_was_measured_unless_the_plan_says_another(device, given, slowdown):
     cost = {"analytic": device} | ({} if given is None else {"recv_slowdown": given})
-    assert lower(plan_from_dict(plan_dict(cost=cost)).spec).spec.cost.recv_slowdown == slowdown
+    assert lower(plan_spec(cost=cost)).spec.cost.recv_slowdown == slowdown
 
 
 def test_a_receive_that_nobody_waits_for_slows_down_to_the_end():

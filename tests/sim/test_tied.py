@@ -6,8 +6,7 @@ from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.schedule.kinds import ends_share_ranks
 from pipeproof.sim.memory_curve import Part
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load_plan import plan_from_dict
-from tests.plans import plan_dict, subject
+from tests.plans import plan_spec, subject
 
 EMBEDDING = 32 * 16
 """Elements of the weight."""
@@ -65,13 +64,11 @@ def test_placements_of_ones_own(schedule, together):
 @pytest.mark.parametrize(("kind", "copied"), [("1f1b", True), ("zb_v", False)])
 def test_the_optimizer_steps_on_a_copy_where_there_is_one(kind, copied):
     specs = (
-        plan_from_dict(
-            plan_dict(
-                model={"tied_embedding": one},
-                schedule=dict(SCHEDULES[kind]),
-                cost={"analytic": {"device": "h200", "dtype": "bfloat16"}},
-            )
-        ).spec
+        plan_spec(
+            model={"tied_embedding": one},
+            schedule=dict(SCHEDULES[kind]),
+            cost={"analytic": {"device": "h200", "dtype": "bfloat16"}},
+        )
         for one in (False, True)
     )
     plain, tied = (AnalyticCosts(spec, spec.cost.analytic).updates for spec in specs)

@@ -7,22 +7,22 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import plan_json_schema
-from tests.plans import plan_dict, refusal
+from tests.plans import plan_dict, plan_spec, refusal
 
 MOE = {"num_experts": 8, "top_k": 2, "ffn_size": 8}
 MLA = {"kv_rank": 4, "nope_head_size": 2, "rope_head_size": 2, "value_head_size": 4}
 
 
 def test_what_plans_have_without_them():
-    model = plan_from_dict(plan_dict()).spec.model
+    model = plan_spec().model
     assert (model.kv_heads, model.size_of_head, model.moe, model.mla) == (4, 4, None, None)
     assert not model.has_experts(0)
-    moe = plan_from_dict(plan_dict(model={"moe": MOE})).spec.model.moe
+    moe = plan_spec(model={"moe": MOE}).model.moe
     assert (moe.aux_loss, moe.z_loss, moe.expert_bias_rate) == (0.0, 0.0, None)
 
 
 def test_which_blocks_have_experts():
-    model = plan_from_dict(plan_dict(model={"moe": {**MOE, "dense_layers": 3}})).spec.model
+    model = plan_spec(model={"moe": {**MOE, "dense_layers": 3}}).model
     assert [model.has_experts(i) for i in range(4)] == [False, False, False, True]
 
 
@@ -37,7 +37,7 @@ def test_which_blocks_have_experts():
     ],
 )
 def test_right_ones_load_and_stay_what_they_are(model):
-    spec = plan_from_dict(plan_dict(model=model)).spec
+    spec = plan_spec(model=model)
     assert plan_from_dict(spec.model_dump(mode="json")).spec == spec
     assert jsonschema.Draft202012Validator(plan_json_schema()).is_valid(plan_dict(model=model))
 
@@ -67,7 +67,7 @@ def test_every_length_of_sequences_is_shared_out_evenly():
 
 def test_the_dense_size_need_not_divide_where_no_block_has_it():
     model = {"ffn_size": 7, "moe": MOE}
-    assert plan_from_dict(plan_dict(model=model, topology={"tp": 2})).spec.model.ffn_size == 7
+    assert plan_spec(model=model, topology={"tp": 2}).model.ffn_size == 7
     with pytest.raises(BadPlanError, match=r"model\.ffn_size 7"):
         plan_from_dict(plan_dict(model={**model, "moe": {**MOE, "dense_layers": 1}}, topology={"tp": 2}))
 
@@ -77,7 +77,7 @@ def test_a_dispatcher_of_experts_is_part_of_the_content_unless_it_is_the_default
 
     def moe_of(**keys):
         model = {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 8, **keys}}
-        return model_content(plan_from_dict(plan_dict(model=model)).spec.model)["moe"]
+        return model_content(plan_spec(model=model).model)["moe"]
 
     assert "dispatcher" not in moe_of()
     assert moe_of() == moe_of(dispatcher="all_to_all")

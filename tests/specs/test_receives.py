@@ -7,7 +7,7 @@ from jsonschema import Draft202012Validator
 
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import plan_json_schema
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_spec
 
 
 def with_slowdown(value):
@@ -27,5 +27,5 @@ def test_a_share_is_exact_and_is_written_so_that_it_loads_again(value, share):
 
 
 def test_a_slowdown_stands_beside_computed_times():
-    spec = plan_from_dict(plan_dict(cost={"analytic": "h200", "recv_slowdown": 0.2})).spec
+    spec = plan_spec(cost={"analytic": "h200", "recv_slowdown": 0.2})
     assert spec.cost.recv_slowdown == Fraction(1, 5)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
-from tests.plans import plan_dict, refusal
+from tests.plans import plan_dict, plan_spec, refusal
 
 SIXTEEN = {"backend": "torch", "dtype": "bfloat16"}
 
@@ -22,7 +21,7 @@ SIXTEEN = {"backend": "torch", "dtype": "bfloat16"}
     ],
 )
 def test_runs_of_pytorch(run):
-    assert plan_from_dict(plan_dict(run=run)).spec.run.backend == "torch"
+    assert plan_spec(run=run).run.backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_unsupported_options_are_refused_at_their_key(run, fact):
 
 
 def test_paddle_computes_on_gpus_too():
-    assert plan_from_dict(plan_dict(run={"backend": "paddle", "device": "gpu"})).spec.run.device == "gpu"
+    assert plan_spec(run={"backend": "paddle", "device": "gpu"}).run.device == "gpu"
 
 
 REPLAYED = {"backend": "torch", "device": "gpu", "replay": True}
@@ -55,4 +54,4 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_size": 8}
     "sections", [{"run": REPLAYED}, {"run": {**REPLAYED, "dtype": "bfloat16"}, "model": {"moe": EXPERTS}}]
 )
 def test_a_step_of_fixed_shapes_is_replayed(sections):
-    assert plan_from_dict(plan_dict(**sections)).spec.run.replay
+    assert plan_spec(**sections).run.replay
