@@ -1,4 +1,4 @@
-"""Find the private vocabulary that this project has given up, in the package, its messages and its documentation.
+"""Find private vocabulary and grammar that have to be read twice, in code, messages, tests and documentation.
 
 ``python validation/word_list.py [PATH ...]`` prints ``file:line: word -> replacement`` for each hit and exits 1 if
 there is any. Without paths it searches the files that ``searched_files`` lists.
@@ -43,6 +43,24 @@ WORDS: tuple[tuple[str, str], ...] = (
 Keys of JSON files keep their names: ``judged_by``, ``uncut_loss``, ``felt``.
 """
 
+_GAP = r"(?:[ \t]|[\"']?\s*\n\s*(?:#\s*|f?[\"'])?)+"
+"""White space between two words of a sentence, which may be divided between comments or parts of a string."""
+
+GRAMMAR: tuple[tuple[str, str], ...] = (
+    (r"(?:is|are|was|were|be) no (?!longer\b|more\b|less\b|matter\b)\w+", "is not a .."),
+    ("of which", "the noun again"),
+    (r"alike(?!\":)", "identical, equal"),
+    ("the same of", "the noun again"),
+    ("likewise", "also"),
+    ("so that", "a second sentence"),
+    ("what (?:it|they|that|this|these|those|one)", "a plain noun"),
+    ("(?:that|those) of", "the noun again"),
+)
+"""Pattern of a sentence, in which a blank is any white space, and its replacement. "There is no .." is plain.
+
+The key ``"alike"`` of JSON files keeps its name.
+"""
+
 ALLOWED = {"MTP stream, queue, track": ("pipeproof/views/", "docs/timeline", "docs/pictures", "CHANGELOG.md")}
 """Files, by the beginning of their path, in which a word is the field's own: a lane is a row of a timeline."""
 
@@ -53,9 +71,17 @@ _PATTERN = re.compile(
     r"(?<![A-Za-z])(?:" + "|".join(f"(?P<w{i}>{word})" for i, (word, _) in enumerate(WORDS)) + r")(?![A-Za-z])",
     re.IGNORECASE,
 )
+_SENTENCE = re.compile(
+    r"(?<![\w`-])(?:"
+    + "|".join(f"(?P<g{i}>{words.replace(' ', _GAP)})" for i, (words, _) in enumerate(GRAMMAR))
+    + r")\b",
+    re.IGNORECASE,
+)
+_THERE = re.compile(r"there\W*$", re.IGNORECASE)
 _SOURCES = ("pipeproof/**/*.py", "validation/**/*.py", "benchmarks/**/*.py", "examples/**/*.py")
+_TESTS = "tests/**/*.py"
 _PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md", "examples/**/*.yaml")
-_NOT_SEARCHED = {"validation/word_list.py"}
+_NOT_SEARCHED = {"validation/word_list.py", "tests/docs/test_word_list.py"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +99,7 @@ class Hit:
 
 def searched_files(root: Path = ROOT) -> Iterator[Path]:
     """All files that the check covers, relative to ``root``, in a fixed order."""
-    for pattern in (*_SOURCES, *_PAGES):
+    for pattern in (*_SOURCES, _TESTS, *_PAGES):
         for path in sorted(root.glob(pattern)):
             relative = path.relative_to(root)
             if str(relative) not in _NOT_SEARCHED:
@@ -81,7 +107,17 @@ def searched_files(root: Path = ROOT) -> Iterator[Path]:
 
 
 def find(text: str, path: Path) -> Iterator[Hit]:
-    """The hits of one file; in Python files also docstrings that begin with one of ``FIRST_WORDS``."""
+    """The hits of one file; in Python files also docstrings that begin with one of ``FIRST_WORDS``.
+
+    Tests are searched for ``GRAMMAR`` alone.
+    """
+    for match in _SENTENCE.finditer(text):
+        if _THERE.search(text, max(0, match.start() - len("there ,")), match.start()) is None:
+            assert match.lastgroup is not None
+            line, (_, replacement) = text.count("\n", 0, match.start()) + 1, GRAMMAR[int(match.lastgroup[1:])]
+            yield Hit(path, line, " ".join(match[0].split()), replacement)
+    if path.parts[:1] == ("tests",):
+        return
     for number, line in enumerate(text.splitlines(), start=1):
         for match in _PATTERN.finditer(line):
             assert match.lastgroup is not None

@@ -256,7 +256,7 @@ def test_an_edge_crosses_each_boundary_from_its_producer_to_its_last_consumer():
     ({"producer": "head", "consumers": ["mid"]}, "PP106", "does not come after `head`"),
     ({"consumers": []}, "PP106", "(none)"),
     ({"consumers": ["mid", "mid"]}, "PP106", "mid, mid"),
-    ({"producer": "steam"}, "PP106", "`steam`, which is no layer"),
+    ({"producer": "steam"}, "PP106", "`steam`, which is not a layer"),
     ({"name": "a-b"}, "PP106", "a name of its own"),
     ({"shape": ["s", 2]}, "PP106", "has the size `s`"),
     ({"dtype": "int64", "gradient": True}, "PP106", "has no gradient"),

@@ -80,7 +80,7 @@ WRONG = {
     "no sum over tp": ((drop("0ALL_REDUCE:tp", "1ALL_REDUCE:tp"),), "is summed over tp never"),
     "two sums": ((double("ALL_REDUCE:pp"),), "is summed over pp 2 times"),
     "a maximum": ((changed("0ALL_REDUCE:tp=", reduction="max"), changed("1ALL_REDUCE:tp=", reduction="max")),
-                  "is no sum over tp"),
+                  "is not a sum over tp"),
     "one number short": ((changed("ALL_REDUCE:pp=", stop=30),), "has 30 entries over pp, and the model 31 weights"),
     "the first number left out": ((changed("ALL_REDUCE:pp=", start=1),), "has 30 entries over pp, and the model 31"),
     "before gradients are summed": (

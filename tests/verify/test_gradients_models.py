@@ -197,10 +197,10 @@ def test_e10_an_evaluation_with_the_factor_of_gradient_accumulation():
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ("0SCALE_GRAD{scale=1/dpp}", "`dpp` is no size"),
+        ("0SCALE_GRAD{scale=1/dpp}", "`dpp` is not a size"),
         ("0SCALE_GRAD{scale=1//2}", "neither a number nor a size"),
         ("0SCALE_GRAD{scale=1/0}", "divides by zero"),
-        ("0SCALE_GRAD{scale=1/micro_batch_tokens}", "`micro_batch_tokens` is no size here"),
+        ("0SCALE_GRAD{scale=1/micro_batch_tokens}", "`micro_batch_tokens` is not a size here"),
         ("0SCALE_GRAD{scale=aux:2}", "only forwards"),
         ("0SCALE_GRAD{scale=1,1}", "twice"),
         ("0SCALE_GRAD{scale=1 writes=grad[bios]}", "no parameter `bios`"),
@@ -214,7 +214,7 @@ def test_what_cannot_be_read_is_reported(row, why):
 
 
 def test_facts_that_mean_nothing_are_refused():
-    with pytest.raises(ValueError, match="`speed` is no size"):
+    with pytest.raises(ValueError, match="`speed` is not a size"):
         own(model("0F0 0B0 0STEP", facts(BIAS, losses=(Loss("main", 0, "1/speed"),)), dp=1))
     with pytest.raises(ValueError, match="declared to count zero"):
         own(model("0F0 0B0 0STEP", facts(BIAS, losses=(Loss("main", 0, "0"),)), dp=1))

@@ -255,7 +255,7 @@ def test_a_schedule_that_is_pasted_has_the_times_of_python(opened, program):
 @pytest.mark.parametrize(
     ("program", "problem"),
     [
-        ("0F0 0X0", "0X0 is no computation"),
+        ("0F0 0X0", "0X0 is not a computation"),
         ("0F0 0F0 0B0", "0F0 is there twice"),
         ("0B0 0F0", "before its forward"),
         ("0F0 0F1 0B0", "either B, or I and W"),
