@@ -98,6 +98,8 @@ FEATURES = {
     "main gradients": {"run": {"main_grad_dtype": "float64"}},
     "SGD": {"run": {"optimizer": "sgd"}},
     "sharded optimizer": {"memory": {"shard_optimizer": "dp"}},
+    "sharded gradients": {"memory": {"shard_optimizer": "dp", "shard_gradients": "dp"}},
+    "sharded weights": {"memory": {"shard_optimizer": "dp", "shard_gradients": "dp", "shard_weights": "dp"}},
     "sums when ready": {"schedule": {"reduce_gradients": "when_ready"}},
     "gathered again": {"memory": {"sequence_parallel_activations": "regather"}},
     "selective recomputation": {"memory": {"recompute": "selective"}},

@@ -30,7 +30,7 @@ class RankWriter:
     ``posts`` has, for some indices of the rank's program, the computations whose
     inputs are received before it; otherwise only its own is. ``turns`` is the
     cycle in which overlapped computations alternate; without it each of them is
-    whole.
+    whole. ``reduce_axes`` are those of gradients.
     """
 
     def __init__(
@@ -38,9 +38,11 @@ class RankWriter:
         rank: RankBlocks,
         blocks: Blocks,
         posts: Mapping[int, Sequence[Op]],
+        reduce_axes: Sequence[str],
         turns: Sequence[Side] | None = None,
     ) -> None:
         self._rank, self._blocks, self._posts, self._turns = rank, blocks, posts, turns
+        self._reduce_axes = reduce_axes
         self._single: dict[Work, tuple[int, int | None]] = {}
         self._others: dict[tuple[tuple[Work, ...], bool], int] = {}
         self._receives: dict[Work, int] = {}
@@ -49,18 +51,18 @@ class RankWriter:
         """The keys of a stage's computations that are the same for all work items."""
         self._late: list[tuple[int, int, int]] = []
 
-    def write(self, rows: Sequence[Row] | None, reduce_axes: Sequence[str]) -> None:
+    def write(self, rows: Sequence[Row] | None) -> None:
         """Append the rank's program.
 
         ``rows`` are its computations if they have locations in a file, or
         overlap: then the two are in one batch.
         """
         step_end = self._rank.step_end
-        ready_behind = step_end.ready_behind(reduce_axes)
+        ready_behind = step_end.ready_behind(self._reduce_axes)
 
         def sum_what_is_ready(op: Op) -> None:
             if stages := ready_behind.get(op):
-                self._blocks.use(self._blocks.add(list(step_end.reduce_concurrently(op, stages, reduce_axes))))
+                self._blocks.use(self._blocks.add(list(step_end.reduce_concurrently(op, stages, self._reduce_axes))))
 
         if rows is None and not self._posts:
             for op in self._rank.program:
@@ -75,7 +77,7 @@ class RankWriter:
                     sum_what_is_ready(row.op)
         for block, work_item, origin in self._late:  # sends that are waited for at the end of the step, in their order
             self._blocks.use(block, work_item, origin)
-        for update in step_end.updates(reduce_axes):
+        for update in step_end.updates(self._reduce_axes):
             self._blocks.use(self._blocks.add(update))
         self._blocks.end_rank()
 
@@ -137,13 +139,17 @@ class RankWriter:
         before = self._rank.ready if received else self._rank.before
         for work, batch in zip(works, batches, strict=True):
             yield from before(work, batch)
+        yield from self._rank.gather_weights(works)
         if self._turns is not None and len(works) > 1:
             yield from self._rank.take_turns(works, batches, self._turns)
         else:
             for work, batch in zip(works, batches, strict=True):
                 yield from self._rank.compute(work, batch)
+        yield from self._rank.release_weights(works)
         for work, batch in zip(works, batches, strict=True):
             yield from self._rank.after(work, batch)
+        for work, batch in zip(works, batches, strict=True):
+            yield from self._rank.reduce_added(work, batch, self._reduce_axes)
 
     def _wait_block(self, work: Work) -> int | None:
         if work not in self._waits:
@@ -186,7 +192,7 @@ def lower_context(plan: PlanContext) -> OpGraph:
         own = plan.schedule.rows(coords["pp"]) if plan.schedule.pairs else None
         posts = plan.receives[coords["pp"]] if plan.receives else {}
         rows = own if foreign is None else foreign.rows[coords["pp"]]
-        RankWriter(writer, blocks, posts, plan.spec.turns).write(rows, reduce_axes)
+        RankWriter(writer, blocks, posts, reduce_axes, plan.spec.turns).write(rows)
     columns = columns_of(foreign_rows, plan.num_splits) if foreign_rows else blocks.expand()
     return OpGraph(columns, tensors.specs, groups.groups, groups.ranks)
 

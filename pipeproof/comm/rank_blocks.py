@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeproof.comm.plan_context import PACKED, BoundaryTensors, PlanContext, is_packed
-from pipeproof.comm.step_end_rows import StepEnd
+from pipeproof.comm.step_end_rows import ADDS, StepEnd
 from pipeproof.schedule.columns import ANY, NONE, Row, work_item_of
 from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
@@ -30,6 +30,7 @@ from pipeproof.schedule.programs import Program
 from pipeproof.specs.schedule import Side
 from pipeproof.stages.describe.boundary import Boundary, Transport, effective_transport, slice_range
 from pipeproof.stages.describe.layer import Collective, backward_calls, exchanges, weight_calls
+from pipeproof.stages.describe.stage_memory import shards_gradients, shards_weights
 
 if TYPE_CHECKING:
     from pipeproof.schedule.turns import SideTurn
@@ -239,6 +240,24 @@ class RankBlocks:
             for message in messages:
                 yield self._row(send, message, receiver)
             yield from self._release(send, work.variant, "after_send_posted")
+
+    def gather_weights(self, works: Iterable[Work]) -> Iterator[Row]:
+        """Gathering the weights of computations of which the rank keeps shards."""
+        for stage in self._released_stages(works):
+            yield from self.step_end.gather(stage)
+
+    def release_weights(self, works: Iterable[Work]) -> Iterator[Row]:
+        """Releasing what ``gather_weights`` has gathered."""
+        for stage in self._released_stages(works):
+            yield Row(Op(OpKind.RESHARD, stage))
+
+    def _released_stages(self, works: Iterable[Work]) -> Iterable[int]:
+        return dict.fromkeys(work.stage for work in works) if shards_weights(self._plan.spec) else ()
+
+    def reduce_added(self, work: Work, batch: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
+        """Summing what a computation has added to gradients of which the rank keeps shards."""
+        if work.kind in ADDS and shards_gradients(self._plan.spec):
+            yield from self.step_end.reduce(work.stage, reduce_axes, batch)
 
     def wait(self, send: Op, variant: int) -> Iterator[Row]:
         """The waits for a send, and for the messages with its shapes."""

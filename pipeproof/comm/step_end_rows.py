@@ -10,7 +10,9 @@ then, but would join it in different orders if each followed its own program.
 
 With ``memory.shard_optimizer: dp`` sums over dp are reduce-scatters, each dp
 rank steps with its share of each weight (``stages.describe.stage_memory``), and the
-shares are gathered.
+shares are gathered. With ``memory.shard_gradients: dp`` all sums of a stage come right after each computation that
+adds to its gradients, for what its micro-batch has added: the rank adds its shares of them, and keeps no more. With
+``memory.shard_weights: dp`` no shares are gathered here, but the stage's before each of its computations.
 
 The norm of all gradients for ``run.clip_norm``: the weights that each rank counts, and the axes of the sum.
 
@@ -47,7 +49,7 @@ from pipeproof.schedule.ops import Op, OpKind, wait_for
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gradient_facts import TOKEN_AXES, bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import COUNTS_DTYPE, Collective, CollectiveKind, Parameter
-from pipeproof.stages.describe.stage_memory import num_shards, shard_numel
+from pipeproof.stages.describe.stage_memory import num_shards, shard_numel, shards_gradients, shards_weights
 
 
 def num_loads(plan: PlanSpec) -> int:
@@ -99,7 +101,8 @@ DATA_AXES = ("ep", "dp")
 GRADIENTS_QUEUE = "gradients"
 """The queue of sums that are issued before the end of the step."""
 
-_ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
+ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
+"""Computations that add to the gradients of their stage."""
 
 
 class StepEnd:
@@ -135,7 +138,7 @@ class StepEnd:
         if self._plan.spec.schedule.reduce_gradients != "when_ready" or not reduce_axes:
             return {}
         program = self._plan.programs[self._coords["pp"]]
-        last = {op.stage: position for position, op in enumerate(program) if op.kind in _ADDS}
+        last = {op.stage: position for position, op in enumerate(program) if op.kind in ADDS}
         borrowers = self._plan.shared_weights.borrowers(self._coords["pp"])
         ready: dict[int, list[int]] = {}
         for stage in sorted(last):
@@ -174,21 +177,26 @@ class StepEnd:
             yield from () if stage in reduced else self.reduce(stage, reduce_axes)
             yield from self._step(stage)
 
-    def reduce(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
-        """Sums of a stage's gradients over the copies of weights, if there are several, then over each axis."""
-        return self._reduce(stage, reduce_axes, "")
+    def reduce(self, stage: int, reduce_axes: Sequence[str], micro_batch: int | None = None) -> Iterator[Row]:
+        """Sums of a stage's gradients over the copies of weights, if there are several, then over each axis.
+
+        With ``micro_batch`` they are of what that one has added.
+        """
+        return self._reduce(stage, reduce_axes, "", micro_batch)
 
     def _copied(self, stage: int) -> list[Parameter]:
         """The weights of a stage that other pipeline ranks hold, too."""
         places, weights = self._plan.shared_weights.places, self._plan.weights_of(stage, self._coords["pp"])
         return [weight for weight in weights if len(places(stage, weight.name)) > 1]
 
-    def _reduce(self, stage: int, reduce_axes: Sequence[str], queue: str) -> Iterator[Row]:
+    def _reduce(
+        self, stage: int, reduce_axes: Sequence[str], queue: str, micro_batch: int | None = None
+    ) -> Iterator[Row]:
         copied, weights = self._copied(stage), self._plan.weights_of(stage, self._coords["pp"])
         owed = {"pp": copied} if copied else {}
         owed |= {axis: [weight for weight in weights if is_reduced(weight, axis)] for axis in reduce_axes}
         for axis, reduced in owed.items():
-            reduce = Op(OpKind.REDUCE_GRAD, stage, axis=axis)
+            reduce = Op(OpKind.REDUCE_GRAD, stage, micro_batch, axis=axis)
             yield Row(reduce, queue=queue)
             weights_then_loads = (
                 *(self._reduction(axis, weight) for weight in reduced),
@@ -211,7 +219,7 @@ class StepEnd:
         """The sums of a stage, or the wait for earlier issued sums: for the last one, because they are in order."""
         if stage in concurrent:
             yield Row(wait_for(Op(OpKind.REDUCE_GRAD, stage, axis=reduce_axes[-1])))
-        else:
+        elif not shards_gradients(self._plan.spec):
             yield from self.reduce(stage, reduce_axes)
 
     def _norm(self, stage: int) -> Iterator[Row]:
@@ -225,11 +233,15 @@ class StepEnd:
     def _step(self, stage: int) -> Iterator[Row]:
         """The optimizer, and after it the gather of the shares that the dp ranks have updated."""
         yield Row(Op(OpKind.STEP, stage))
-        if self._shares > 1:
-            gather = Op(OpKind.GATHER_WEIGHT, stage, axis="dp")
-            yield Row(gather)
-            weights = self._plan.weights_of(stage, self._coords["pp"])
-            yield from self._issued(gather, (self._share(weight) for weight in weights))
+        if self._shares > 1 and not shards_weights(self._plan.spec):
+            yield from self.gather(stage)
+
+    def gather(self, stage: int) -> Iterator[Row]:
+        """The gather of a stage's weights from the shares of the dp ranks."""
+        gather = Op(OpKind.GATHER_WEIGHT, stage, axis="dp")
+        yield Row(gather)
+        weights = self._plan.weights_of(stage, self._coords["pp"])
+        yield from self._issued(gather, (self._share(weight) for weight in weights))
 
     def _share(self, weight: Parameter) -> Collective:
         numel = shard_numel(self._numel(weight), self._shares)
@@ -248,14 +260,21 @@ def require_own_updates(plan: PlanContext) -> None:
     """Refuse keys for the end of a step that have no effect on the plan.
 
     Raises:
-        BadPlanAtError: PP106, the schedule file defines the sums itself, without a norm; or every stage has copies.
+        BadPlanAtError: PP106, the schedule file defines the sums itself, without a norm; every stage has copies; or
+            sharded gradients would be summed over copies of weights.
     """
     spec = plan.spec
+    shards = ("memory", "shard_gradients"), "`memory.shard_gradients: dp` is given"
+    if spec.memory.shard_gradients == "dp" and (plan.has_copies or plan.shared_weights.users):
+        why = "several layers or pipeline ranks have a weight in common, whose sums are not added micro-batch by "
+        raise _refused(*shards, why + "micro-batch", "remove shard_gradients")
     if plan.foreign is not None and not plan.foreign.computes_only:
         why = "the schedule has its own communication, "
         if spec.run.clip_norm is not None:
             why += "in which no norm is summed"
             raise _refused(("run", "clip_norm"), "`run.clip_norm` is given", why, "remove clip_norm, or {other}")
+        if spec.memory.shard_gradients == "dp":
+            raise _refused(*shards, why + "which sums gradients once", "remove shard_gradients, or {other}")
         if spec.schedule.reduce_gradients == "when_ready":
             why += "which defines when gradients are summed"
             raise _refused(_WHEN, _IS_WHEN_READY, why, "remove reduce_gradients, or {other}")

@@ -52,7 +52,8 @@ def paddle_arguments(spec: PlanSpec) -> str:
         "partial_send_recv": False,
     }
     if spec.memory.shard_optimizer == "dp":
-        settings["sharding"] = "stage1"
+        number = 1 + (spec.memory.shard_gradients == "dp") + (spec.memory.shard_weights == "dp")
+        settings["sharding"] = f"stage{number if topology.pp == 1 else 1}"
     if spec.gpt.mtp is not None and spec.gpt.mtp.magic_send:
         settings["enable_mtp_magic_send"] = True
     if spec.memory.recompute == "full":

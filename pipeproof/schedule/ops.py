@@ -17,7 +17,7 @@ EBNF::
     child      = ( compute | update ) , "/" , index , "." , call , ":" , axis ;
     part       = compute , "/" , index , "." , ( "PART" | "WEIGHTS" ) ;
     call       = "ALL_REDUCE" | "ALL_GATHER" | "REDUCE_SCATTER" | "ALL_TO_ALL" | "BROADCAST" | "BARRIER" ;
-    update     = stage , ( "REDUCE_GRAD" | "GATHER_WEIGHT" ) , [ ":" , axis ] ;
+    update     = stage , ( "REDUCE_GRAD" , [ micro_batch ] | "GATHER_WEIGHT" ) , [ ":" , axis ] ;
     scale      = stage , "SCALE_GRAD" , [ micro_batch ] ;
     stage_op   = stage , ( "STEP" | "UNSHARD" | "RESHARD" ) ;
     wait       = "WAIT(" , target , ")" ;
@@ -30,7 +30,8 @@ A work item is a micro-batch or, where sequences are split, one
 split of a micro-batch (``2F0.s1``). A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
 A transfer of an edge that leads past the next stage names the stage at its other end: ``0SEND_F2>3`` sends to stage 3,
 ``3RECV_F2<0`` receives it. ``OFFLOAD`` copies the tensors that a forward keeps for its backward into host memory,
-``RELOAD`` copies them back. ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
+``RELOAD`` copies them back. ``REDUCE_GRAD`` sums all that a stage's gradients hold, with a micro-batch its share
+alone (sharded gradients). ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
 ``GATHER_WEIGHT`` joins the shares of a stage's weights that ranks have updated (a sharded optimizer). ``PART`` is the
 part of a computation between two of its collectives, ``WEIGHTS`` the weight gradients that a backward has deferred: the
 parts of an overlapped pair (``schedule.overlap``). Parsing matches the whole string: ``2F0x``, ``02F0`` and ``2f0`` are
@@ -210,7 +211,7 @@ _AXIS = rf"({'|'.join(AXES)})"
 _OF_WORK_ITEM = COMPUTE_KINDS | COPY_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS
 _INDEXED = re.compile(rf"{_NUMBER}({_names(_OF_WORK_ITEM)}){_NUMBER}(?:\.s{_NUMBER})?(?:([<>]){_NUMBER})?", re.ASCII)
 _COLLECTIVE = re.compile(rf"{_NUMBER}({_names(CHILD_KINDS)}){_NUMBER}?:{_AXIS}", re.ASCII)
-_UPDATE = re.compile(rf"{_NUMBER}({_names(UPDATE_KINDS)})(?::{_AXIS})?", re.ASCII)
+_UPDATE = re.compile(rf"{_NUMBER}(?:(REDUCE_GRAD){_NUMBER}?|(GATHER_WEIGHT))(?::{_AXIS})?", re.ASCII)
 _SCALE = re.compile(rf"{_NUMBER}SCALE_GRAD{_NUMBER}?", re.ASCII)
 _STAGE_OP = re.compile(rf"{_NUMBER}(STEP|UNSHARD|RESHARD)", re.ASCII)
 _TARGETED = re.compile(r"(WAIT|FREE)\(([^()]*)\)")
@@ -232,7 +233,8 @@ def parse_op(text: str) -> Op:
     if match := _COLLECTIVE.fullmatch(text):
         return Op(OpKind(match[2]), int(match[1]), None if match[3] is None else int(match[3]), axis=match[4])
     if match := _UPDATE.fullmatch(text):
-        return Op(OpKind(match[2]), int(match[1]), axis=match[3])
+        micro_batch = None if match[3] is None else int(match[3])
+        return Op(OpKind(match[2] or match[4]), int(match[1]), micro_batch, axis=match[5])
     if match := _SCALE.fullmatch(text):
         return Op(OpKind.SCALE_GRAD, int(match[1]), None if match[2] is None else int(match[2]))
     if match := _STAGE_OP.fullmatch(text):

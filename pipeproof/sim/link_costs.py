@@ -187,11 +187,13 @@ def _calls_by_stage(lowered: LoweredPlan) -> Iterator[_Calls]:
     for row, parent in zip(children.tolist(), graph.parent[children].tolist(), strict=True):
         below[parent].append(row)
     gather = KIND_CODE[OpKind.GATHER_WEIGHT]
-    updates: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
+    updates: dict[tuple[int, int, bool, int], list[int]] = defaultdict(list)
     for parent in parents.tolist():
-        updates[int(graph.rank[parent]), int(graph.stage[parent]), bool(graph.kind[parent] == gather)].append(parent)
+        rank, stage, work_item = (int(column[parent]) for column in (graph.rank, graph.stage, graph.work_item))
+        is_gather = bool(graph.kind[parent] == gather)
+        updates[rank, stage, is_gather, parent if is_gather else work_item].append(parent)
     queue = graph.queues.index(GRADIENTS_QUEUE) if GRADIENTS_QUEUE in graph.queues else None
-    for (rank, stage, is_gather), operations in updates.items():
+    for (rank, stage, is_gather, _), operations in updates.items():
         pp = lowered.mesh.coords(graph.global_rank[rank])["pp"]
         held = lowered.weights_of(stage, pp)
         rows, weights = dict[str, Sequence[int]](), dict[str, Sequence[Parameter]]()

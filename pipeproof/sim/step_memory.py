@@ -2,6 +2,8 @@
 
 - Weights, their gradients, optimizer states, the user's overhead and the slots
   of messages are held for the whole step.
+- Whole gradients of which a rank keeps shards are held from the start of a B or W to the end of the sums behind it,
+  whole weights from the start of their gathers to the end of the RESHARD.
 - Activations are held from the start of F for the lifetimes of
   ``stages.describe.stage_memory``.
 - The allocator's fragmentation is a share of the tensors at the peak, and held for the whole step.
@@ -25,7 +27,7 @@ backward keeps them to the end of the step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import ceil, prod
 
@@ -34,6 +36,7 @@ from numpy.typing import NDArray
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.plan_context import message_name
+from pipeproof.comm.step_end_rows import ADDS
 from pipeproof.cost.device_tables import exact
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
@@ -45,7 +48,15 @@ from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
-from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation, memory_dtype, state_of_weights
+from pipeproof.stages.describe.stage_memory import (
+    Lifetime,
+    StateBytes,
+    StoredActivation,
+    memory_dtype,
+    shards_gradients,
+    shards_weights,
+    state_of_weights,
+)
 
 _FORWARD = (OpKind.FORWARD,)
 _INPUT = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
@@ -60,7 +71,10 @@ def memory_of(
     ``starts`` and ``ends`` are the times of each operation of a finished step. Linear in operations, except sorting.
     """
     step = _Step(lowered, Clock(lowered.graph, *(np.array(times, dtype=np.int64) for times in (starts, ends))))
-    holdings = [*step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices(), *step.local()]
+    holdings = [
+        *step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices(), *step.local(),
+        *step.whole_gradients(), *step.whole_weights(),
+    ]  # fmt: skip
     persistent, fragmentation = [*step.persistent()], exact(lowered.spec.memory.fragmentation)
     curves = curves_of(persistent, holdings, ticks)
     if not fragmentation:
@@ -116,6 +130,43 @@ class _Step:
                 Part.MESSAGES: slots[rank],
                 Part.OVERHEAD: overhead,
             }
+
+    def whole_gradients(self) -> list[Holdings]:
+        """Gradients of a stage to which a computation adds, where the rank keeps shards of their sums."""
+        if not shards_gradients(self._lowered.spec):
+            return []
+        clock, graph = self._clock, self._graph
+        rows = clock.rows(*ADDS)
+        sums = np.flatnonzero(graph.target_kind == KIND_CODE[OpKind.REDUCE_GRAD])
+        ends = clock.end_of(clock.look_up(rows, sums[::-1]))  # the last of each computation comes first
+        held = self._state_bytes(rows, lambda state: state.whole_gradients)
+        return [Holdings(Part.GRADIENTS, graph.rank[rows], clock.starts[rows], ends, held)]
+
+    def whole_weights(self) -> list[Holdings]:
+        """Weights that are gathered for computations, where the rank keeps shards."""
+        if not shards_weights(self._lowered.spec):
+            return []
+        clock, graph = self._clock, self._graph
+        rows, releases = clock.rows(OpKind.GATHER_WEIGHT), clock.rows(OpKind.RESHARD)
+        of_stage = packed(graph.rank, graph.stage)
+        ends = np.full(len(rows), clock.last)
+        for key in np.unique(of_stage[rows]).tolist():
+            own, after = np.flatnonzero(of_stage[rows] == key), releases[of_stage[releases] == key]
+            at = np.searchsorted(after, rows[own])
+            ends[own[at < len(after)]] = clock.ends[after[at[at < len(after)]]]
+        held = self._state_bytes(rows, lambda state: state.whole_parameters)
+        return [Holdings(Part.PARAMETERS, graph.rank[rows], clock.starts[rows], ends, held)]
+
+    def _state_bytes(self, rows: IntColumn, num_bytes: Callable[[StateBytes], int]) -> IntColumn:
+        """Bytes of the states of the stage of each row on its rank."""
+        lowered, graph = self._lowered, self._graph
+        held: dict[tuple[int, int], int] = {}
+        for rank, stage in zip(graph.rank[rows].tolist(), graph.stage[rows].tolist(), strict=True):
+            if (rank, stage) not in held:
+                pp = lowered.mesh.coords(graph.global_rank[rank])["pp"]
+                held[rank, stage] = num_bytes(state_of_weights(lowered.spec, lowered.weights_of(stage, pp)))
+        keys = zip(graph.rank[rows].tolist(), graph.stage[rows].tolist(), strict=True)
+        return np.array([held[key] for key in keys], dtype=np.int64)
 
     def _slots(self) -> dict[int, int]:
         """Bytes of each rank's slots: on each channel the plan's number of slots, sized for its largest message."""

@@ -25,7 +25,8 @@ CrossEntropy = Literal["separate", "in_place", "compiled", "fused"]
 class MemorySpec(Section):
     """Memory that the simulator counts, in bytes on each rank.
 
-    A run follows `recompute`, `sequence_parallel_activations` and `shard_optimizer`.
+    A run follows `recompute`, `sequence_parallel_activations`, `shard_optimizer`, `shard_gradients` and
+    `shard_weights`.
     """
 
     budget_gib: float | None = Field(
@@ -58,6 +59,17 @@ class MemorySpec(Section):
         default="none",
         description="Whether each of the dp ranks keeps only a shard of the optimizer state (arXiv:1910.02054, stage "
         "1): gradients are reduce-scattered, each rank updates its shard of each weight, and weights are gathered.",
+    )
+    shard_gradients: Literal["none", "dp"] = Field(
+        default="none",
+        description="Whether each of the dp ranks also keeps only a shard of the gradients (stage 2): those of a stage "
+        "are reduce-scattered after each micro-batch's B or W and added to the rank's shards. It needs "
+        "`shard_optimizer: dp`.",
+    )
+    shard_weights: Literal["none", "dp"] = Field(
+        default="none",
+        description="Whether each of the dp ranks also keeps only a shard of the weights (stage 3): those of a stage "
+        "are gathered before each F, B, I and W, and released after it. It needs `shard_gradients: dp`.",
     )
     optimizer_ranks: Literal["dp", "replicas"] = Field(
         default="dp",

@@ -56,6 +56,7 @@ _OF_EVERY_MODEL: tuple[Callable[[PlanSections], Iterable[Problem]], ...] = (
     run_checks.check_network,
     run_checks.check_buckets,
     run_checks.check_run,
+    run_checks.check_sharding,
     pipeline_checks.check_overlap,
 )
 

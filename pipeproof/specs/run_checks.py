@@ -58,6 +58,8 @@ def _check_replay(plan: PlanSections) -> Iterator[Problem]:
         dynamic["model.moe"] = reason + f"bfloat16 throughout and sizes that divide by {_ALIGNED}"
     if model.dropout is not None:
         dynamic["model.dropout"] = "the host draws the masks of each step"
+    if plan.memory.shard_gradients == "dp":
+        dynamic["memory.shard_gradients"] = "whole gradients come and go"
     if plan.buffers.free_output != "after_backward":
         dynamic["buffers.free_output"] = "memory that is freed early moves"
     for key, reason in dynamic.items():
@@ -77,6 +79,41 @@ def _has_fused_experts(plan: PlanSections) -> bool:
     is_aligned = not any(size % _ALIGNED for size in (plan.gpt.hidden_size, inner))
     is_fixed = topology.ep == 1 or moe.dispatcher == "all_gather"
     return is_aligned and is_fixed and run.dtype == run.weight_dtype == "bfloat16"
+
+
+def check_sharding(plan: PlanSections) -> Iterator[Problem]:
+    """PP106: shards of gradients belong to a sharded optimizer, and are summed micro-batch by micro-batch.
+
+    Shards of weights belong to shards of gradients, have one type, and are gathered for each computation.
+    """
+    memory, moe, schedule = plan.memory, plan.model.moe, plan.schedule
+    of_weights = (
+        (memory.shard_gradients == "none", "without `memory.shard_gradients: dp`", "add `shard_gradients: dp`"),
+        (plan.run.main_grad_dtype is not None, "with `run.main_grad_dtype`, of whole weights", "remove one of them"),
+        (
+            plan.cost.gather_weights == "first_forward",
+            "with `cost.gather_weights: first_forward`, which is of one gather in a step",
+            "remove gather_weights",
+        ),
+    )
+    of_gradients = (
+        (memory.shard_optimizer == "none", "without `memory.shard_optimizer: dp`", "add `shard_optimizer: dp`"),
+        (schedule.num_sequence_splits > 1, "with split sequences", "remove schedule.num_sequence_splits"),
+        (
+            schedule.reduce_gradients == "when_ready",
+            "with `schedule.reduce_gradients: when_ready`, which is of sums over all micro-batches",
+            "remove reduce_gradients",
+        ),
+        (
+            moe is not None and moe.expert_bias_rate is not None,
+            "with model.moe.expert_bias_rate, whose loads are summed with the gradients",
+            "remove one of them",
+        ),
+    )
+    for key, conflicts in (("shard_weights", of_weights), ("shard_gradients", of_gradients)):
+        for is_given, why, fix in conflicts if getattr(memory, key) == "dp" else ():
+            if is_given:
+                yield Problem("PP106", ("memory", key), f"`memory.{key}: dp` is given {why}", help=fix)
 
 
 def check_main_grad(plan: PlanSections) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from math import prod
 from pipeproof.comm.op_graph import LoweredPlan, index_of
 from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Parameter, loss_dtype
-from pipeproof.stages.describe.stage_memory import num_shards, shard_range
+from pipeproof.stages.describe.stage_memory import num_shards, shard_range, shards_weights
 from pipeproof.state.regions import whole_region
 from pipeproof.state.state_index import Shard, Sharding, TensorEntry
 
@@ -144,9 +144,11 @@ def _tensors_of_weight(plan: LoweredPlan, parameter: Parameter, first_pp: int) -
     run, name = plan.spec.run, parameter.name
     dims = {"tp": parameter.tp.dim, "ep": parameter.ep.dim}
     cut: Sharding = {axis: dim for axis, dim in dims.items() if dim is not None and plan.mesh.size(axis) > 1}
-    whole = TensorEntry(kind="weight", dtype=run.weight_dtype, shape=parameter.shape, cut=cut)
+    flat: Sharding = {**cut, "dp": "flat"}
+    cut_of_weight = flat if shards_weights(plan.spec) else cut
+    whole = TensorEntry(kind="weight", dtype=run.weight_dtype, shape=parameter.shape, cut=cut_of_weight)
     yield _StateTensor(name, "", name, whole, parameter, first_pp)
-    cut_of_moment: Sharding = {**cut, "dp": "flat"} if num_shards(plan.spec) > 1 else cut
+    cut_of_moment = flat if num_shards(plan.spec) > 1 else cut
     moment = whole.model_copy(update={"kind": "moment", "weight": name, "cut": cut_of_moment})
     for slot in MOMENTS[run.optimizer]:
         yield _StateTensor(name, slot, moment_name(name, slot), moment, parameter, first_pp)
@@ -171,11 +173,11 @@ def _shards(tensors: Iterable[_StateTensor], plan: LoweredPlan, rank: int) -> It
             region = index_of(plan, state_tensor.parameter, rank)
             if tensor.kind != "counter":
                 offsets, extents = tuple(start for start, _ in region), tuple(stop - start for start, stop in region)
-            if shares > 1 and state_tensor.slot:
+            if shares > 1 and (state_tensor.slot or shards_weights(plan.spec)):
                 share = shard_range(prod(stop - start for start, stop in region), shares, coords["dp"])
                 if share[0] == share[1]:
                     continue  # the last shares of a small weight are empty, and have no state
-                flat = share if tensor.kind == "moment" else None
+                flat = share if tensor.kind != "counter" else None
         shard = Shard(tensor=state_tensor.name, offsets=offsets, extents=extents, flat=flat)
         yield RankShard(state_tensor.weight, state_tensor.slot, tensor, shard, _writer(plan, state_tensor, coords))
 

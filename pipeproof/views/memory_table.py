@@ -66,7 +66,13 @@ def render_stage_memory(lowered: LoweredPlan, console: Console) -> None:
         state = states[first]
         rows = [
             ("parameters", "always", size_text(state.parameters)),
+            *([("whole parameters", "gather to RESHARD", size_text(once))] if (once := state.whole_parameters) else ()),
             ("gradients", "always", size_text(state.gradients)),
+            *(
+                [("whole gradients", "B or W to its sums", size_text(whole))]
+                if (whole := state.whole_gradients)
+                else ()
+            ),
             ("optimizer", "always", size_text(state.optimizer)),
             *((one.name, one.lifetime.value, size_text(int(one.num_bytes))) for one in held[first]),
             ("all activations", "from F on", size_text(_from_forward(held[first]))),
@@ -91,11 +97,11 @@ def _assumptions(lowered: LoweredPlan) -> str:
         again += f", {spec.memory.offload_blocks} blocks of each stage offloaded"
     if spec.memory.product_inputs != "dtype":
         again += f", inputs of products in {spec.memory.product_inputs}"
-    shared = " shared by dp ranks" if spec.memory.shard_optimizer == "dp" else ""
-    return (
-        f"{memory_dtype(spec)}, gradients in {spec.gradient_dtype}, {optimizer_bytes(spec):g} optimizer bytes a "
-        f"parameter{shared}, {attention} attention{again}"
-    )
+    shared = " shared by dp ranks"
+    gradients = spec.gradient_dtype + (shared if memory.shard_gradients == "dp" else "")
+    optimizer = f"{optimizer_bytes(spec):g} optimizer bytes a parameter"
+    optimizer += shared if memory.shard_optimizer == "dp" else ""
+    return f"{memory_dtype(spec)}, gradients in {gradients}, {optimizer}, {attention} attention{again}"
 
 
 def _alike(curves: Sequence[MemoryCurve]) -> list[list[int]]:

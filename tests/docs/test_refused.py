@@ -90,6 +90,15 @@ PAIRS_REFUSED = {
     ("experts by all-gather", "experts by token id"): "PP106",
     ("partial", "tp 2, SP"): "PP201",
     **{(modules, "full recomputation"): "PP106" for modules in ("recomputed MLPs", "recomputed experts")},
+    **{
+        (other, shards): "PP106"
+        for shards in ("sharded gradients", "sharded weights")
+        for other in (
+            "router in float64", "biases of experts", "experts by token id", "MTP, magic send", "tied embedding",
+        )
+    },
+    **{(shards, "sums when ready"): "PP106" for shards in ("sharded gradients", "sharded weights")},
+    ("main gradients", "sharded weights"): "PP106",
     ("latent attention", "cp 2"): "PP909",
     ("losses of routers", "cp 2"): "PP909",
     ("words that cross", "slots"): "PP504",

@@ -24,6 +24,8 @@ MODULES = {"model": {"mtp": {"num_modules": 1, "loss_weight": 0.3}}}
 MOE = {"model": {"moe": MANY, **MODULES["model"]}}
 TIED = {"model": {"tied_embedding": True}}
 SHARED_OUT = {"topology": {"dp": 2}, "schedule": {"num_micro_batches": 2}, "memory": {"shard_optimizer": "dp"}}
+SHARDED_GRADIENTS = {**SHARED_OUT, "memory": {"shard_optimizer": "dp", "shard_gradients": "dp"}}
+SHARDED_WEIGHTS = {**SHARED_OUT, "memory": SHARDED_GRADIENTS["memory"] | {"shard_weights": "dp"}}
 ZB_V = {"schedule": {"kind": "zb_v", "num_chunks": 2}}
 TORCH = {"run": {"backend": "torch"}, "schedule": {"micro_batch_size": 2}}
 EP = {"topology": {"pp": 1, "ep": 2}, "schedule": {"num_micro_batches": 2}}
@@ -105,6 +107,12 @@ ONWARD = {
     "dp2 sharded to tp2, sgd": (SHARED_OUT, {"topology": {"pp": 1, "tp": 2}}, {"run": {"optimizer": "sgd"}}),
     "pp2 to ep2, experts, MTP, tied": ({}, EP, merged(MOE, TIED)),
     "ep2 to tp2, experts, MTP": (EP, {"topology": {"pp": 1, "tp": 2}}, MOE),
+    "sharded gradients to dp2 sharded": (SHARDED_GRADIENTS, SHARED_OUT, {}),
+    "tp2 to sharded gradients, clip": (
+        {"topology": {"pp": 1, "tp": 2}}, SHARDED_GRADIENTS, {"run": {"clip_norm": 0.5}},
+    ),
+    "sharded weights to tp2": (SHARDED_WEIGHTS, {"topology": {"pp": 1, "tp": 2}}, {}),
+    "sharded to sharded weights": (SHARED_OUT, SHARDED_WEIGHTS, {}),
     "sharded to pp2, main gradients": (SHARED_OUT, {}, {"run": {"main_grad_dtype": "float64"}}),
 }  # fmt: skip
 

@@ -20,6 +20,8 @@ PLANS = {
     "experts": ({"pp": 1, "ep": 2, "dp": 2}, {"kind": "1f1b"}, MOE),
 }
 SHARDED = {"memory": {"shard_optimizer": "dp"}}
+SHARDED_GRADIENTS = {"memory": {"shard_optimizer": "dp", "shard_gradients": "dp"}}
+SHARDED_WEIGHTS = {"memory": SHARDED_GRADIENTS["memory"] | {"shard_weights": "dp"}}
 COPIES = {"copies": ({"dp": 2}, {"kind": "dualpipe", "num_micro_batches": 4}, {})}
 
 
@@ -57,6 +59,49 @@ def test_a_sharded_optimizer_has_the_bits_of_the_reference(name, more):
     steps = compared_with_references(plan)
     assert all(step.bitwise for step in steps)
     assert max(one.unpartitioned_max_rel_diff for one in steps[0].gradients) <= parallel_bound(plan.spec)
+
+
+@pytest.mark.slow(but=["sp, dp-more2", "chunks-more6"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, CLIPPED) for name in PLANS if "tied" not in name),
+        ("chunks", {"optimizer": "sgd"}),
+        ("sp, dp", {"main_grad_dtype": "float64"}),
+    ],
+)
+def test_sharded_gradients_have_the_bits_of_the_reference(name, more):
+    from pipeproof.stages.reference.bound import parallel_bound
+
+    plan = make(name, more=more, **SHARDED_GRADIENTS)
+    steps = compared_with_references(plan)
+    assert all(step.bitwise for step in steps)
+    assert max(one.unpartitioned_max_rel_diff for one in steps[0].gradients) <= parallel_bound(plan.spec)
+
+
+@pytest.mark.slow(but=["sp, dp"])
+@pytest.mark.parametrize("name", [name for name in PLANS if "tied" not in name])
+def test_sharded_weights_have_the_bits_of_the_reference(name):
+    steps = compared_with_references(make(name, more=CLIPPED, **SHARDED_WEIGHTS))
+    assert all(step.bitwise for step in steps)
+
+
+@pytest.mark.needs_torch
+@pytest.mark.slow(but=["sp, dp"])
+@pytest.mark.parametrize("name", ["dp 3", "sp, dp", "chunks", "experts"])
+def test_sharded_weights_change_no_bit_on_torch(name):
+    from tests.exec.in_memory import run_all
+
+    (kept, _), (released, adapters) = (
+        run_all(make(name, more={"backend": "torch", **CLIPPED}, **memory))
+        for memory in (SHARDED_GRADIENTS, SHARDED_WEIGHTS)
+    )
+    for ranks in zip(kept, released, strict=True):
+        for one, other in zip(*ranks, strict=True):
+            assert one.loss == other.loss
+            assert [g.tobytes() for g in one.gradients.values()] == [g.tobytes() for g in other.gradients.values()]
+    weights = [weight for stage in adapters[0].stages.values() for weight in stage.parameters.values()]
+    assert {weight.main.untyped_storage().size() for weight in weights} == {0}
 
 
 @pytest.mark.slow(but=["loop, tied", "sp, dp"])

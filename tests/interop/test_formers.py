@@ -306,3 +306,11 @@ def test_experts_that_the_tensor_parallel_ranks_share_are_whole_there(tmp_path):
     assert (spec.topology.tp, spec.topology.ep, spec.topology.experts_over_tp) == (2, 1, True)
     spec = load_imported(imported("paddleformers", tmp_path, job, world_size=8)).spec
     assert (spec.topology.tp, spec.topology.ep, spec.topology.experts_over_tp) == (2, 2, False)
+
+
+@pytest.mark.parametrize(("stage", "number"), [("stage1", 1), ("stage2", 2), ("stage3", 3)])
+def test_a_stage_of_sharding_without_a_pipeline_is_that_of_the_plan(tmp_path, stage, number):
+    settings = GUARDED | {"sharding": stage, "sharding_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    memory = of(tmp_path, settings).subject.plan.spec.memory
+    shards = [memory.shard_optimizer, memory.shard_gradients, memory.shard_weights]
+    assert shards == ["dp"] * number + ["none"] * (3 - number)

@@ -103,6 +103,8 @@ def plan_data(
     memory = {**base["memory"], "recompute": layout.recompute, "shard_optimizer": layout.shard_optimizer}
     if layout.recompute != "selective":
         memory.pop("recompute_modules", None)
+    if layout.shard_optimizer == "none":
+        memory = {key: value for key, value in memory.items() if key not in ("shard_gradients", "shard_weights")}
     if budget_gib is not None:
         memory["budget_gib"] = budget_gib
     data = {

@@ -28,7 +28,7 @@ from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.stages.describe.gradient_facts import ROUTER_LOSSES, routers
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.layers.layer_operations import measured_with
-from pipeproof.stages.describe.stage_memory import num_shards, shard_range
+from pipeproof.stages.describe.stage_memory import num_shards, shard_range, shards_weights
 
 # --- Kinds of comparison: bits of the unpartitioned model, bits of the ordered reference, or a bound ---
 # The ordered reference adds in the plan's order. PyTorch does not have it: the unpartitioned model then computes every
@@ -68,7 +68,9 @@ def assembled_weights(plan: LoweredPlan, ranks: Mapping[int, Mapping[str, Array]
         assembled = np.empty(parameter.shape, dtype=ranks[holders[0]][parameter.name].dtype)
         for rank in reversed(holders):
             region = tuple(slice(start, stop) for start, stop in index_of(plan, parameter, rank))
-            assembled[region] = ranks[rank][parameter.name]
+            parts = dp_group(plan, rank) if shards_weights(plan.spec) else (rank,)
+            own = np.concatenate([ranks[part][parameter.name].reshape(-1) for part in parts])
+            assembled[region] = own.reshape(assembled[region].shape)
         whole[parameter.name] = assembled
     return whole
 

@@ -93,7 +93,6 @@ class RankAdapter:
         self._routers = RankRouters(plan, {number: r for number, r in routers.items() if r is not None}, self._children)
         self._step_end = make_step_end(plan, self._coords, self._stages, self._children, framework)
         self.transfers = RankTransfers(plan, rank, world.channels, framework.arrays, frees_sends=frees_sends)
-        self._value = framework.value
         self._step = -1
         self._losses: list[tuple[Op, Tensor]] = []
         self._traffic: list[tuple[LogEntry, Callable[[], Traffic]]] = []
@@ -112,6 +111,7 @@ class RankAdapter:
             OpKind.REDUCE_GRAD: self._reduce,
             OpKind.STEP: self._update,
             OpKind.GATHER_WEIGHT: self._step_end.gather,
+            OpKind.RESHARD: self._step_end.release,
         }
         self.log: list[LogEntry] = []
         self.outcome = StepOutcome()
@@ -136,7 +136,7 @@ class RankAdapter:
 
     def weights(self) -> dict[str, np.ndarray]:
         """Return this rank's shard of each main weight."""
-        return {name: self._value(w) for stage in self._stages.values() for name, w in stage.parameters.items()}
+        return self._step_end.weights()
 
     def state(self) -> dict[tuple[str, str], Tensor]:
         """Return this rank's state by weight or router, and slot, with the names of ``pipeproof.state``."""
@@ -299,6 +299,7 @@ class RankAdapter:
             else:  # the backward is under way, or has not begun
                 cast(DeferringStage, self._stages[backward.stage]).accumulate_deferred()
 
+        self._step_end.before_backward(backward.stage)
         sides = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
         if self._overlap_points is None:
             side_stream = cast(OverlappingFramework, self._framework).side_stream
@@ -362,10 +363,12 @@ class RankAdapter:
     def _backward_weight(self, op: Op) -> None:
         tensors = self.transfers.of(op)
         assert tensors.weights is not None
+        self._step_end.before_backward(op.stage)
         tensors.weights.accumulate()
         tensors.weights = None
 
     def _backward(self, op: Op) -> None:
+        self._step_end.before_backward(op.stage)
         self._backward_input(op)
         if not self._adds_by_block:
             self._split_ns = self.now()

@@ -25,6 +25,7 @@ from pipeproof.schedule.ops import (
     OpKind,
 )
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.stage_memory import shards_weights
 from pipeproof.verify.deadlock.wait_columns import early_transfers, rows_of
 from pipeproof.verify.subject import Subject
 
@@ -183,7 +184,7 @@ def _graph_refusals(subject: Subject) -> Iterator[Refusal]:
                 ("schedule",),
                 f"the batch of {graph.ops[ahead]} is closed after {graph.ops[early]}, a later message of its channel",
             )
-    unknown = ~graph.is_kind(_KNOWN)
+    unknown = ~graph.is_kind(_KNOWN | {OpKind.RESHARD} if shards_weights(spec) else _KNOWN)
     if spec.run.clip_norm is None:  # collectives without a parent are sums of norms
         unknown |= graph.is_kind(CHILD_KINDS) & (graph.parent == NONE)
     for op_id in np.flatnonzero(unknown)[:1].tolist():

@@ -21,6 +21,7 @@ from pipeproof.stages.common.experts import Used
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
 from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.stages.describe.stage_memory import Kept
 
 Tensor: TypeAlias = Any
 Weight: TypeAlias = Any
@@ -284,17 +285,23 @@ class ShardedOptimizer(Optimizer, Protocol):
 
     updated: dict[str, Weight]
 
+    def allocate(self) -> None:
+        """Make whole gradients of +0.0 for a backward, where they are dropped after each sum."""
+
     def to_scatter(self, name: str) -> Tensor:
         """Return the gradient of a weight, flat and padded with zeros to equal shards."""
 
     def put_sum(self, name: str, part: Tensor) -> None:
-        """Take this rank's shard of the summed gradient."""
+        """Take this rank's shard of the summed gradient; with sharded gradients add it, and drop the whole one."""
 
     def to_gather(self, name: str) -> Tensor:
         """Return this rank's shard of a weight, padded with zeros."""
 
     def put_whole(self, name: str, shares: Tensor) -> None:
         """Take the joined shards of all ranks."""
+
+    def drop_weights(self) -> None:
+        """Drop whole weights, also in what a forward has kept, until they are put again."""
 
 
 class Clip(Protocol):
@@ -365,9 +372,12 @@ class Framework(Protocol):
         """Return the optimizer that the plan's ``run`` names."""
 
     def sharded_optimizer(
-        self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, index: int
+        self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, index: int, kept: Kept
     ) -> ShardedOptimizer:
-        """Return the optimizer of the ``index``-th of ``num_shards`` shards of each weight."""
+        """Return the optimizer of the ``index``-th of ``num_shards`` shards of each weight.
+
+        ``kept`` is what of them exists for a whole step.
+        """
 
     def clip(self, counted: Mapping[int, Weight], num_weights: int, limit: float, dtype: str) -> Clip:
         """Return the clip of a rank whose norm counts the weights ``counted``, by their index among all weights."""

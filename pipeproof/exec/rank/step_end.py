@@ -25,7 +25,7 @@ from pipeproof.exec.rank.framework_protocol import (
 )
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.describe.gradient_facts import bias_name
-from pipeproof.stages.describe.stage_memory import num_shards
+from pipeproof.stages.describe.stage_memory import Kept, num_shards
 
 
 class StepEnd:
@@ -46,9 +46,12 @@ class StepEnd:
         run, shares = plan.spec.run, num_shards(plan.spec)
         for number, stage in stages.items():
             if shares > 1:
-                self._sharded[number] = framework.sharded_optimizer(run, stage.parameters, shares, coords["dp"])
+                self._sharded[number] = framework.sharded_optimizer(
+                    run, stage.parameters, shares, coords["dp"], Kept.of(plan.spec)
+                )
             else:
                 self._whole[number] = framework.optimizer(run, stage.parameters)
+        self._keeps_weights = Kept.of(plan.spec).weights
         self._clip = self._make_clip()
         self._borrowers = plan.shared_weights.borrowers(coords["pp"])
         self._returned: set[int] = set()
@@ -60,6 +63,11 @@ class StepEnd:
             self._clip.begin()
         for optimizer in (*self._sharded.values(), *self._whole.values()):
             optimizer.zero_grad()
+
+    def before_backward(self, stage: int) -> None:
+        """Make the gradients to which a backward of the stage adds, where none are kept between its backwards."""
+        if stage in self._sharded:
+            self._sharded[stage].allocate()
 
     def reduce(self, op: Op) -> None:
         """Sum the gradients of a stage over ranks; over dp with a sharded optimizer only this rank's shards."""
@@ -104,6 +112,10 @@ class StepEnd:
             name = parameter.name
             optimizer.put_whole(name, self._children.gathered(str(op.axis), optimizer.to_gather(name)))
 
+    def release(self, op: Op) -> None:
+        """Drop the whole weights of a stage, of which the rank keeps shards."""
+        self._sharded[op.stage].drop_weights()
+
     def gradients(self) -> dict[str, Array]:
         """Return the gradients that the optimizer used, by weight; this rank's shard is flat."""
         return {
@@ -112,18 +124,26 @@ class StepEnd:
             for name, weight in self._updated(stage).items()
         }
 
+    def weights(self) -> dict[str, Array]:
+        """Return this rank's main weights; of sharded ones its shards, which are flat."""
+        return {
+            name: self._framework.value(weight)
+            for number in self._stages
+            for name, weight in self._held(number).items()
+        }
+
     def state(self) -> dict[tuple[str, str], Tensor]:
         """Return the weights (by name and an empty slot) and the optimizers' state."""
         state: dict[tuple[str, str], Tensor] = {}
-        for number, stage in self._stages.items():
-            state |= {(name, ""): self._framework.main(weight) for name, weight in stage.parameters.items()}
+        for number in self._stages:
+            state |= {(name, ""): self._framework.main(weight) for name, weight in self._held(number).items()}
             state |= (self._sharded.get(number) or self._whole[number]).state()
         return state
 
     def restore_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
         """Resume with the result of ``state``; call before the first step."""
         for number, stage in self._stages.items():
-            weights = {name: state[name, ""] for name in stage.parameters}
+            weights = {name: state[name, ""] for name in stage.parameters if (name, "") in state}
             slots = {key: tensor for key, tensor in state.items() if key[1] and key[0] in weights}
             (self._sharded.get(number) or self._whole[number]).restore_state(weights, slots)
 
@@ -131,6 +151,10 @@ class StepEnd:
         """Weights that the optimizer of a stage updates, or this rank's shards of them."""
         sharded = self._sharded.get(stage)
         return self._stages[stage].parameters if sharded is None else sharded.updated
+
+    def _held(self, stage: int) -> Mapping[str, Weight]:
+        """Weights of a stage that last from step to step, or this rank's shards of them."""
+        return self._stages[stage].parameters if self._keeps_weights else self._updated(stage)
 
     def _return_gradients(self, stage: int) -> None:
         """Before a stage's sums, add the gradients of this rank's borrowers of its weights."""

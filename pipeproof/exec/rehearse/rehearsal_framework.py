@@ -31,7 +31,7 @@ from pipeproof.stages.common.weights import WeightGradients
 from pipeproof.stages.describe.gradient_facts import routers
 from pipeproof.stages.describe.layer import COUNTS_DTYPE
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.describe.stage_memory import shard_numel
+from pipeproof.stages.describe.stage_memory import Kept, shard_numel
 from pipeproof.verify.subject import Subject
 
 Tensors = Sequence[RehearsalTensor]
@@ -198,6 +198,8 @@ class RehearsalOptimizer:
 
     def restore_state(self, weights: Mapping[str, Tensor], slots: Mapping[tuple[str, str], Tensor]) -> None: ...
 
+    def allocate(self) -> None: ...
+
     def to_scatter(self, name: str) -> RehearsalTensor:
         shard = self.to_gather(name)
         return shard.reshape((self._num_shards * shard.numel,))
@@ -209,6 +211,8 @@ class RehearsalOptimizer:
         return weight.reshape((shard_numel(weight.numel, self._num_shards),))
 
     def put_whole(self, name: str, shares: Tensor) -> None: ...
+
+    def drop_weights(self) -> None: ...
 
 
 class RehearsalClip:
@@ -267,7 +271,7 @@ class RehearsalFramework:
         return RehearsalOptimizer(weights)
 
     def sharded_optimizer(
-        self, run: RunSpec, weights: Mapping[str, RehearsalTensor], num_shards: int, index: int
+        self, run: RunSpec, weights: Mapping[str, RehearsalTensor], num_shards: int, index: int, kept: Kept
     ) -> RehearsalOptimizer:
         return RehearsalOptimizer(weights, num_shards)
 

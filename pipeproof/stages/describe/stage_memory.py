@@ -41,7 +41,7 @@ from enum import StrEnum
 from fractions import Fraction
 from math import ceil, prod
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.memory import RecomputeModule
@@ -347,10 +347,16 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a stage's training state on one rank; ``updated`` are weights and gradients that its optimizer moves."""
+    """Bytes of a stage's training state on one rank; ``updated`` are weights and gradients that its optimizer moves.
+
+    ``parameters`` and ``gradients`` are kept for the whole step. Of sharded ones, ``whole_parameters`` exist from their
+    gathers to the end of the computation, ``whole_gradients`` from a B or W to the end of its sums.
+    """
 
     parameters: int
     gradients: int
+    whole_parameters: int
+    whole_gradients: int
     optimizer: int
     updated: Fraction
 
@@ -385,10 +391,13 @@ def state_of_weights(plan: PlanSpec, weights: Iterable[Parameter]) -> StateBytes
     numel = sum(map(sum, sizes.values()))
     item, gradient_item = dtype_bytes(memory_dtype(plan)), dtype_bytes(plan.gradient_dtype)
     held = sum(shard_numel(size, shards) for shards, of_shards in sizes.items() for size in of_shards)
+    is_sharded = shards_gradients(plan)
     updated = sum((Fraction(sum(of_shards), shards) for shards, of_shards in sizes.items()), Fraction(0))
     return StateBytes(
-        numel * item,
-        numel * gradient_item,
+        (held if shards_weights(plan) else numel) * item,
+        (held if is_sharded else numel) * gradient_item,
+        numel * item if shards_weights(plan) else 0,
+        numel * gradient_item if is_sharded else 0,
         ceil(held * Fraction(optimizer_bytes(plan))),
         updated * (2 * item + gradient_item),
     )
@@ -413,6 +422,28 @@ def state_shards(plan: PlanSpec, weight: Parameter) -> int:
 def num_shards(plan: PlanSpec) -> int:
     """The number of optimizer shards of each weight in the graph and in a run, over dp; 1 without sharding."""
     return plan.topology.dp if plan.memory.shard_optimizer == "dp" else 1
+
+
+def shards_gradients(plan: PlanSpec) -> bool:
+    """Return True if dp ranks keep shards of gradients, to which they add the sum of each micro-batch."""
+    return plan.memory.shard_gradients == "dp" and num_shards(plan) > 1
+
+
+def shards_weights(plan: PlanSpec) -> bool:
+    """Return True if dp ranks keep shards of weights, and gather whole ones for each computation."""
+    return plan.memory.shard_weights == "dp" and num_shards(plan) > 1
+
+
+class Kept(NamedTuple):
+    """Parts that a rank with a sharded optimizer keeps whole for a step; of others it keeps its shards."""
+
+    gradients: bool
+    weights: bool
+
+    @classmethod
+    def of(cls, plan: PlanSpec) -> Kept:
+        """The parts that the ranks of a plan keep whole."""
+        return cls(not shards_gradients(plan), not shards_weights(plan))
 
 
 def shard_numel(numel: int, shards: int) -> int:

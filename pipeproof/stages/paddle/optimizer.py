@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.describe.stage_memory import shard_numel, shard_range
+from pipeproof.stages.describe.stage_memory import Kept, shard_numel, shard_range
 
 _STATE_NAMES = MappingProxyType(
     {"moment1": "moment1", "moment2": "moment2", "beta1_power": "beta1_pow_acc", "beta2_power": "beta2_pow_acc"}
@@ -80,11 +80,15 @@ class ShardedOptimizer:
     """The optimizer of a stage over this rank's shards of its weights (``stages.describe.stage_memory``).
 
     Each data-parallel rank updates one shard of each weight. A shard is a separate flat tensor. Both optimizers work
-    element by element, so the weights have the same bits as in an update of whole weights.
+    element by element, so the weights have the same bits as in an update of whole weights. If whole gradients are not
+    ``kept``, the sum of each micro-batch is added to the shards, and they exist from ``allocate`` to ``put_sum``.
     """
 
-    def __init__(self, run: RunSpec, weights: Mapping[str, paddle.Tensor], num_shards: int, shard: int) -> None:
+    def __init__(
+        self, run: RunSpec, weights: Mapping[str, paddle.Tensor], num_shards: int, shard: int, kept: Kept
+    ) -> None:
         self._weights, self._num_shards, self._shard = weights, num_shards, shard
+        self._kept = kept
         self.updated: dict[str, paddle.Tensor] = {}
         """The shards by weight name. A shard may be empty."""
         for name, weight in weights.items():
@@ -92,20 +96,31 @@ class ShardedOptimizer:
             self.updated[name] = weight.detach().flatten()[start:stop].clone()
             self.updated[name].stop_gradient = False
         self._optimizer = StageOptimizer(run, {name: part for name, part in self.updated.items() if part.size})
+        if not kept.weights:
+            self.drop_weights()
 
     def zero_grad(self) -> None:
-        """Give every weight and every shard a new gradient buffer of +0.0."""
-        for tensor in (*self._weights.values(), *self.updated.values()):
+        """Give every weight, if its gradient is kept, and every shard a new gradient buffer of +0.0."""
+        for tensor in (*(self._weights.values() if self._kept.gradients else ()), *self.updated.values()):
             tensor.grad = paddle.zeros_like(tensor)
+
+    def allocate(self) -> None:
+        """Give every weight whose gradient has been dropped a new buffer of +0.0."""
+        for weight in self._weights.values():
+            if weight.grad is None:
+                weight.grad = paddle.zeros_like(weight)
 
     def to_scatter(self, name: str) -> paddle.Tensor:
         """The gradient of a weight, flat and padded with zeros to shards of equal size."""
         return self._padded(self._weights[name].grad.flatten(), self._num_shards * self._shard_numel(name))
 
     def put_sum(self, name: str, part: paddle.Tensor) -> None:
-        """Store this rank's part of the reduce-scattered gradient."""
+        """Store this rank's part of the reduce-scattered gradient, or add it and drop the whole gradient."""
         updated = self.updated[name]
-        updated.grad.set_value(part[: updated.size])
+        own = part[: updated.size]
+        updated.grad.set_value(own if self._kept.gradients else updated.grad + own)
+        if not self._kept.gradients:
+            self._weights[name].grad = None
 
     def step(self) -> None:
         """Update every shard from its gradient."""
@@ -118,7 +133,16 @@ class ShardedOptimizer:
     def put_whole(self, name: str, shards: paddle.Tensor) -> None:
         """Set a weight to the updated shards of all ranks, joined in rank order."""
         weight = self._weights[name]
-        weight.set_value(shards[: weight.size].reshape(weight.shape))
+        whole = shards[: weight.size].reshape(weight.shape)
+        if self._kept.weights:
+            weight.set_value(whole)
+        else:
+            whole.clone()._share_buffer_to(weight)  # noqa: SLF001  # as Paddle's own sharding does
+
+    def drop_weights(self) -> None:
+        """Free the memory of whole weights, also in what a forward has kept, until the next ``put_whole``."""
+        for weight in self._weights.values():
+            weight._clear_data()  # noqa: SLF001  # as Paddle's own sharding does
 
     def state(self) -> dict[tuple[str, str], paddle.Tensor]:
         """Counterpart of ``StageOptimizer.state`` for this rank's shards. An empty shard has no state."""
@@ -127,9 +151,15 @@ class ShardedOptimizer:
     def restore_state(
         self, weights: Mapping[str, paddle.Tensor], saved: Mapping[tuple[str, str], paddle.Tensor]
     ) -> None:
-        """Counterpart of ``StageOptimizer.restore_state``. The weights are whole; ``saved`` has this rank's shards."""
+        """Counterpart of ``StageOptimizer.restore_state``.
+
+        ``saved`` has this rank's shards; ``weights`` are whole, or shards where whole weights are not kept.
+        """
         shards = {}
         for name, value in weights.items():
+            if not self._kept.weights:
+                shards[name] = value
+                continue
             self._weights[name].set_value(value)
             start, stop = shard_range(value.size, self._num_shards, self._shard)
             if start < stop:

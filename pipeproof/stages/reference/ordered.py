@@ -17,6 +17,7 @@ the part of tensor-parallel rank k.
   over copies.
 - Each shard routes tokens with a copy of the router. The copies' gradients are added in shard order after the last
   micro-batch. An expert has the tokens of all expert-parallel ranks, in one product in rank order.
+- With ``memory.shard_gradients`` the sums over ranks are of each micro-batch, and are added over micro-batches.
 - The gradient sums and losses of expert-parallel ranks are added in rank order after that, without experts' gradients,
   and then the sums of data-parallel ranks.
 - Each context-parallel rank's part of a sequence is computed separately. The gradient of keys and values adds the
@@ -46,7 +47,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import LayerWatch, Side
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
-from pipeproof.stages.describe.stage_memory import num_shards
+from pipeproof.stages.describe.stage_memory import num_shards, shards_gradients
 from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
 from pipeproof.stages.reference.ordered_layers import OrderedLayers
@@ -106,6 +107,9 @@ class SumByCopy(Generic[_Addend]):
         self._copies = [OrderedSum[_Addend](order) for order in orders]
         self._copy_of = {index: copy for copy, order in zip(self._copies, orders, strict=True) for index in order}
 
+    def __contains__(self, index: int) -> bool:
+        return index in self._copy_of
+
     def put(self, index: int, addends: list[_Addend]) -> None:
         """Add the addends of one work item."""
         self._copy_of[index].put(index, addends)
@@ -139,11 +143,12 @@ def run_ordered(
     )
     num_dp, num_ep, num_cp = plan.topology.dp, plan.topology.ep, plan.topology.cp
     num_micro_batches = plan.schedule.num_micro_batches
+    num_sums = num_micro_batches if shards_gradients(plan) else 1
     for step in range(start.step, plan.run.steps):
         weights = {name: model.joined(name, shards) for name, shards in model.weights.items()}
         losses, sums, biases = [], [], model.routers.begin_step()
         for dp in range(num_dp):
-            ep_ranks = [[_RankSums(orders) for _ in range(num_cp)] for _ in range(num_ep)]
+            ep_ranks = [[_RankSums(orders, num_sums) for _ in range(num_cp)] for _ in range(num_ep)]
             for index in range(num_micro_batches):
                 data = [(dp * num_ep + ep) * num_micro_batches + index for ep in range(num_ep)]
                 work_items = _micro_batches(model, step, data)
@@ -153,8 +158,13 @@ def run_ordered(
                     for ranks, (loss, addend) in zip(ep_ranks, addends, strict=True):
                         ranks[cp].put(work_item, loss, addend)
             losses.append(add([add([rank.loss.total()[0] for rank in ranks]) for ranks in ep_ranks]))
-            sums.append({name: _over_experts(model, name, ep_ranks) for name in model.weights})
-        gradients = {name: add_shards([rank_sums[name] for rank_sums in sums]) for name in model.weights}
+            sums.append(
+                {name: [_over_experts(model, name, ep_ranks, n) for n in range(num_sums)] for name in model.weights}
+            )
+        gradients = {
+            name: add_shards([add_shards(ranks) for ranks in zip(*(of_dp[name] for of_dp in sums), strict=True)])
+            for name in model.weights
+        }
         if plan.run.clip_norm is not None:
             parts = {name: model.distinct(name, shards) for name, shards in gradients.items()}
             limit, shares = plan.run.clip_norm, num_shards(plan)
@@ -169,31 +179,40 @@ def run_ordered(
 
 
 class _RankSums:
-    """The sums of one context-parallel rank of an expert-parallel rank over its micro-batches."""
+    """The sums of one context-parallel rank of an expert-parallel rank over its micro-batches.
 
-    def __init__(self, orders: Orders) -> None:
+    With ``num_sums`` above 1, which is the number of micro-batches, each of these has its own sum of gradients, and
+    there are no copies of stages.
+    """
+
+    def __init__(self, orders: Orders, num_sums: int) -> None:
         self.loss = SumByCopy[np.floating[Any]](orders.loss)
-        self.gradients = {name: SumByCopy[Tensor](copies) for name, copies in orders.gradients.items()}
+        self.gradients = {
+            name: [SumByCopy[Tensor](copies)] if num_sums == 1 else [SumByCopy[Tensor]([[one]]) for one in copies[0]]
+            for name, copies in orders.gradients.items()
+        }
         self.tied = orders.tied
 
     def put(self, work_item: int, loss: np.floating[Any], gradients: Mapping[str, Shards]) -> None:
         """Add one work item."""
         self.loss.put(work_item, [loss])
         for name, shards in gradients.items():
-            self.gradients[name].put(work_item, shards)
+            next(one for one in self.gradients[name] if work_item in one).put(work_item, shards)
 
-    def total(self, name: str) -> Shards:
-        """The sum of a weight's gradients over all micro-batches, in the given order."""
+    def total(self, name: str, number: int) -> Shards:
+        """The sum of a weight's gradients over all micro-batches, in the given order, or that of the n-th of them."""
         if name not in self.tied:
-            return self.gradients[name].total()
-        holders = [[self.gradients[use].totals()[copy] for use, copy in uses] for uses in self.tied[name]]
+            return self.gradients[name][number].total()
+        holders = [[self.gradients[use][number].totals()[copy] for use, copy in uses] for uses in self.tied[name]]
         return add_shards([add_shards(sums) for sums in holders])
 
 
-def _over_experts(model: OrderedModel, name: str, ranks: Sequence[Sequence[_RankSums]]) -> Shards:
+def _over_experts(model: OrderedModel, name: str, ranks: Sequence[Sequence[_RankSums]], number: int) -> Shards:
     """The sum over context-parallel, then expert-parallel ranks. Experts already have the tokens of all these ranks."""
     holders = ranks[:1] if is_expert_weight(name) else ranks
-    return add_shards([add_shards([model.summed(name, rank.total(name)) for rank in parts]) for parts in holders])
+    return add_shards(
+        [add_shards([model.summed(name, rank.total(name, number)) for rank in parts]) for parts in holders]
+    )
 
 
 def _micro_batches(

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.describe.stage_memory import shard_numel, shard_range
+from pipeproof.stages.describe.stage_memory import Kept, shard_numel, shard_range
 from pipeproof.stages.torch.weights import Weight
 
 Tensor: TypeAlias = torch.Tensor
@@ -91,31 +91,49 @@ class ShardedOptimizer:
     """The optimizer of a stage over this rank's shards of its weights (``stages.describe.stage_memory``).
 
     Each data-parallel rank updates one shard of each weight. A shard is a flat view of the main weight's memory with
-    its own gradient buffer. Both optimizers work element by element.
+    its own gradient buffer. Both optimizers work element by element. Unless ``kept`` has gradients the sum of each
+    micro-batch is added to the shards, and whole gradients exist from ``allocate`` to ``put_sum``.
     """
 
-    def __init__(self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, shard: int) -> None:
+    def __init__(self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, shard: int, kept: Kept) -> None:
         self._weights, self._num_shards, self._shard = weights, num_shards, shard
+        self._kept = kept
         self.updated: dict[str, Weight] = {}
         """The shards by weight name. A shard may be empty."""
         for name, weight in weights.items():
             start, stop = shard_range(weight.main.numel(), num_shards, shard)
-            self.updated[name] = Weight(weight.main.view(-1)[start:stop])
+            own = weight.main.view(-1)[start:stop]
+            self.updated[name] = Weight(own if kept.weights else own.clone())
+            if not kept.gradients:
+                weight.drop_gradient()
         self._optimizer = StageOptimizer(run, {name: part for name, part in self.updated.items() if _size(part)})
+        if not kept.weights:
+            self.drop_weights()
 
     def zero_grad(self) -> None:
         """Set the gradient buffer of every weight and every shard to +0.0, in place."""
         for weight in (*self._weights.values(), *self.updated.values()):
             weight.zero_gradient()
 
+    def allocate(self) -> None:
+        """Give every weight whose gradient has been dropped a new buffer of +0.0."""
+        for weight in self._weights.values():
+            if weight.gradient.shape != weight.main.shape:
+                weight.allocate_gradient()
+
     def to_scatter(self, name: str) -> Tensor:
         """The gradient of a weight, flat and padded with zeros to shards of equal size."""
         return self._padded(self._weights[name].gradient.view(-1), self._num_shards * self._shard_numel(name))
 
     def put_sum(self, name: str, part: Tensor) -> None:
-        """Store this rank's part of the reduce-scattered gradient."""
+        """Store this rank's part of the reduce-scattered gradient, or add it and drop the whole gradient."""
         updated = self.updated[name]
-        updated.gradient.copy_(part[: _size(updated)])
+        own = part[: _size(updated)]
+        if not self._kept.gradients:
+            updated.gradient.add_(own)
+            self._weights[name].drop_gradient()
+        else:
+            updated.gradient.copy_(own)
 
     def step(self) -> None:
         """Update every shard from its gradient."""
@@ -128,18 +146,30 @@ class ShardedOptimizer:
     def put_whole(self, name: str, shards: Tensor) -> None:
         """Set a weight to the updated shards of all ranks, joined in rank order."""
         weight = self._weights[name]
-        weight.main.view(-1).copy_(shards[: weight.main.numel()])
+        if not self._kept.weights:
+            weight.main.untyped_storage().resize_(weight.main.numel() * weight.main.element_size())
+        # By ``data``, for else what a forward has kept of the weight would count as changed.
+        weight.main.data.view(-1).copy_(shards[: weight.main.numel()])
         weight.renew()
+
+    def drop_weights(self) -> None:
+        """Free the memory of whole weights, also in what a forward has kept, until the next ``put_whole``."""
+        for weight in self._weights.values():
+            weight.main.untyped_storage().resize_(0)
 
     def state(self) -> dict[tuple[str, str], Tensor]:
         """Counterpart of ``StageOptimizer.state`` for this rank's shards. An empty shard has no state."""
         return self._optimizer.state()
 
     def restore_state(self, weights: Mapping[str, Tensor], saved: Mapping[tuple[str, str], Tensor]) -> None:
-        """Counterpart of ``StageOptimizer.restore_state``. The weights are whole; ``saved`` has this rank's shards."""
+        """Counterpart of ``StageOptimizer.restore_state``.
+
+        ``saved`` has this rank's shards; ``weights`` are whole, or shards where whole weights are not kept.
+        """
         for name, value in weights.items():
-            self._weights[name].main.copy_(value)
-            self._weights[name].renew()
+            (self._weights if self._kept.weights else self.updated)[name].main.copy_(value)
+            if self._kept.weights:
+                self._weights[name].renew()
         self._optimizer.restore_state({}, saved)
 
     def _shard_numel(self, name: str) -> int:

@@ -33,7 +33,7 @@ class Weight:
     def __init__(self, main: Tensor, dtype: torch.dtype | None = None) -> None:
         self.main = main
         self.value = main if dtype is None else main.to(dtype)
-        self.gradient = torch.zeros_like(main)
+        self.allocate_gradient()
 
     def renew(self) -> None:
         """Round ``main`` to ``value`` again, in place."""
@@ -45,6 +45,14 @@ class Weight:
         borrowed = Weight(self.main)
         borrowed.value = self.value
         return borrowed
+
+    def allocate_gradient(self) -> None:
+        """Make a new gradient buffer of +0.0."""
+        self.gradient = torch.zeros_like(self.main)
+
+    def drop_gradient(self) -> None:
+        """Free the gradient buffer until the next ``allocate_gradient``."""
+        self.gradient = self.main.new_empty(0)
 
     def zero_gradient(self) -> None:
         """Set the buffer to +0.0, in place.
@@ -209,8 +217,13 @@ class _Added(torch.autograd.Function):  # type: ignore[misc]  # checked where Py
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        buffer = ctx.view(ctx.weight.gradient)
-        ctx.defer(lambda: buffer.add_(gradient.contiguous().sum_to_size(buffer.shape)))
+        weight, view = ctx.weight, ctx.view
+
+        def add() -> None:  # the gradient may be another buffer by now
+            buffer = view(weight.gradient)
+            buffer.add_(gradient.contiguous().sum_to_size(buffer.shape))
+
+        ctx.defer(add)
         return gradient, None, None, None
 
 

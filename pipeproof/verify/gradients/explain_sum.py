@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import KIND_CODE, OpKind
 from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, ParameterGradient
 from pipeproof.verify.gradients.coefficient import Coefficient
@@ -90,14 +90,14 @@ class HeldGradient:
 
 def repeated(view: View, elsewhere: Collection[int] = ()) -> list[int]:
     """Indices of repeated sums over one line of ranks; of two, the later one, or the one in ``elsewhere``."""
-    seen: set[str] = set()
+    seen: set[tuple[str, int]] = set()
     result = []
     for i in sorted(view.where(MoveKind.REDUCE), key=lambda i: (i in elsewhere, i)):
         move = view.moves[i]
         if move.axis is not None and not move.average:
-            if move.axis in seen:
+            if (move.axis, move.position) in seen:
                 result.append(i)
-            seen.add(move.axis)
+            seen.add((move.axis, move.position))
     return result
 
 
@@ -115,7 +115,7 @@ def explain(
         explanation = _SumExplanation(model, held, one)
         for causes in (
             [*explanation.early(), *explanation.lost()],
-            [*explanation.wrong_groups(missing_terms), *explanation.unwanted(wrong)],
+            [*explanation.wrong_groups(missing_terms), *explanation.unwanted(wrong), *explanation.left_out()],
             list(explanation.missing(missing_terms)) if one == rank else [],
         ):
             if causes:
@@ -163,15 +163,18 @@ class _SumExplanation:
         """Reductions or the step before the last addition, reductions after the step."""
         view = self._view
         adds, reduces, steps = view.where(*_ADDS), view.where(*_REDUCES), view.where(MoveKind.STEP)
-        ends = [i for i in (*reduces[:1], *steps[:1]) if adds and i < adds[-1]]
-        if ends:
-            first = min(ends)
-            late = next(i for i in adds if i > first)
+        lates = {
+            i: [a for a in adds if a > i and view.sums(view.moves[i], view.moves[a].addend)]
+            for i in sorted((*reduces, *steps[:1]))
+        }
+        first = next((i for i, late in lates.items() if late), None)
+        if first is not None:
+            late = lates[first][0]
             yield self._problem(
                 Cause.EARLY,
                 ("add",),
                 f"{self._name(first)} comes before {self._name(late, last=True)} has added its share",
-                f"move {self._name(first)} behind {self._name(adds[-1], last=True)}",
+                f"move {self._name(first)} behind {self._name(lates[first][-1], last=True)}",
                 (*self._ops(first), *self._ops(late)),
             )
         elif steps and reduces and reduces[-1] > steps[0]:
@@ -299,6 +302,18 @@ class _SumExplanation:
             absent = without if 0 < len(without) < len(self._held.views) else []
             explanation = _SumExplanation(self._model, self._held, absent[0]) if absent else self
             yield replace(explanation.lacks(axis, alone=bool(absent)), other_ranks=tuple(absent[1:]))
+
+    def left_out(self) -> Iterator[Problem]:
+        """Micro-batches that no reduction over an axis sums, where reductions are of single micro-batches."""
+        view, summed = self._view, dict[str, set[int]]()
+        for i in view.where(MoveKind.REDUCE):
+            summed.setdefault(str(view.moves[i].axis), set()).add(view.moves[i].position)
+        for axis, positions in summed.items():
+            for i in view.where(*_ADDS) if NONE not in positions else ():
+                if not positions.intersection(np.flatnonzero(view.counts[view.moves[i].addend]).tolist()):
+                    fact = f"nothing sums over {axis} what {self._name(i)} adds, as it does for other micro-batches"
+                    fix = f"reduce it over {self._line_text(axis)} behind {self._name(i)}"
+                    yield self._problem(Cause.MISSING, (axis, "one"), fact, fix, self._ops(i))
 
     def _takes_part(self, rank: int, axis: str) -> bool:
         """Return True if a rank has a reduction over an axis, or over a group along it."""

@@ -3,7 +3,8 @@
 A history has *additions* (a micro-batch adds its share to every parameter of
 the stage) and *entries* (everything else: scale, reduce, overwrite, step), in
 program order. Ordinary programs add each micro-batch once before the first
-entry; for those no Python work is done per addition.
+entry; for those no Python work is done per addition. Where sums are of single
+micro-batches (``REDUCE_GRAD3``), each addition is an entry of its own.
 """
 
 from __future__ import annotations
@@ -215,6 +216,8 @@ def read_histories(
     is_entry = graph.is_kind(frozenset({OpKind.SCALE_GRAD, OpKind.REDUCE_GRAD, OpKind.STEP}))
     is_entry |= graph.is_kind(CHILD_KINDS) & (graph.target_kind == KIND_CODE[OpKind.REDUCE_GRAD])
     is_entry[writers_elsewhere(graph)] = True
+    is_apart = is_entry & (graph.work_item != NONE) & (graph.kind == KIND_CODE[OpKind.REDUCE_GRAD])
+    is_entry |= is_add & np.isin(packed(graph.rank, graph.stage), packed(graph.rank, graph.stage)[is_apart])
     rows = np.flatnonzero(is_add | is_entry)
     key = packed(graph.rank[rows], graph.stage[rows])
     rows = rows[np.argsort(key, kind="stable")]

@@ -18,10 +18,10 @@ import numpy as np
 from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
 from pipeproof.diagnostics.problems import grouped
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
-from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
+from pipeproof.schedule.ops import AXES, COMPUTE_KINDS, KIND_CODE, OpKind
 from pipeproof.stages.describe.index_map import NOWHERE, Difference, IndexMap, differences
 from pipeproof.stages.describe.layer import Parameter
-from pipeproof.stages.describe.stage_memory import num_shards, shard_numel, shard_range
+from pipeproof.stages.describe.stage_memory import num_shards, shard_numel, shard_range, shards_weights
 from pipeproof.verify.gradients.covered_ranges import REDUCING, CoveredRanges, Share
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.explain_sum import Cause, HeldGradient, Problem
@@ -215,7 +215,9 @@ APART = RuleDoc(
         "the weight. After the STEP the shares must be gathered over all of dp, weight by weight. A weight that is "
         "left out, gathered before the step, or gathered over some of the ranks is new in one share (a different one "
         "on each rank) and old in the others: nothing fails, and the replicas drift apart. Without a sharded optimizer "
-        "each rank updates whole weights and needs whole sums: a reduce-scatter leaves only one share of them."
+        "each rank updates whole weights and needs whole sums: a reduce-scatter leaves only one share of them. With "
+        "`memory.shard_weights: dp` the shares are gathered before each computation of the stage instead, after the "
+        "RESHARD that has released them: a computation without a whole gather reads released memory."
     ),
     wrong=of_small_plan(_TOPOLOGY, "rows = [[r for r in own if 'GATHER_WEIGHT' not in str(r.op)] for own in rows]"),
     right=of_small_plan(_TOPOLOGY),
@@ -225,7 +227,9 @@ APART = RuleDoc(
 
 def _check(subject: Subject) -> Iterator[Finding]:
     if num_shards(subject.plan.spec) > 1:
-        yield from _Gathers(subject).findings()
+        gathers = _Gathers(subject)
+        is_released = shards_weights(subject.plan.spec)
+        yield from gathers.of_computations() if is_released else gathers.of_updates()
     else:
         yield from _scattered(subject)
 
@@ -259,19 +263,52 @@ class _Gathers:
         self._calls = np.flatnonzero(below)
         self._shares = num_shards(self._plan.spec)
 
-    def findings(self) -> Iterator[Finding]:
-        """One for each fault, at its first position."""
-        wrong = grouped((fact, (step, ops)) for step in self._steps.tolist() for fact, ops in self._of_step(step))
+    def of_updates(self) -> Iterator[Finding]:
+        """Findings on the gathers behind each STEP."""
+        found = ((step, *one) for step in self._steps.tolist() for one in self._of_step(step))
+        yield from self._findings(found, "shard_optimizer", "after its STEP")
+
+    def of_computations(self) -> Iterator[Finding]:
+        """Findings on the gathers before each computation, where weights are released after it."""
+        graph = self._graph
+        computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS))
+        pairs = np.unique(np.stack([graph.rank[computes], graph.stage[computes]]), axis=1).T.tolist()
+        found = (one for rank, stage in pairs for one in self._of_released(computes, rank, stage))
+        yield from self._findings(found, "shard_weights", "before each of its computations, after the last RESHARD")
+
+    def _findings(self, found: Iterable[tuple[int, str, list[int]]], key: str, when: str) -> Iterator[Finding]:
+        """One for each fact of (operation, fact, other operations), with the first of the places where it is."""
+        wrong = grouped((fact, (op, ops)) for op, fact, ops in found)
         for fact, places in wrong.items():
-            step, ops = places[0]
-            rank = int(self._graph.rank[step])
+            op, ops = places[0]
+            rank = int(self._graph.rank[op])
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             yield APART.finding(
                 f"{self._subject.coords_text(rank)}{more}: {fact}",
-                location=self._subject.locate("memory", "shard_optimizer"),
-                help="gather each weight of the stage once over all of dp, after its STEP",
-                witness=self._subject.witness(step, *ops),
+                location=self._subject.locate("memory", key),
+                help=f"gather each weight of the stage once over all of dp, {when}",
+                witness=self._subject.witness(op, *ops),
             )
+
+    def _of_released(self, computes: IntColumn, rank: int, stage: int) -> Iterator[tuple[int, str, list[int]]]:
+        """(computation, fact, operations) for what is wrong before the computations of one stage."""
+        graph, plan = self._graph, self._plan
+        own, calls = self._of_stage(computes, rank, stage), self._of_stage(self._calls, rank, stage)
+        ends = np.flatnonzero(graph.is_kind(frozenset({OpKind.RESHARD, OpKind.STEP})))
+        released = _last_before(own, self._of_stage(ends, rank, stage))
+        pp = plan.mesh.coords(graph.global_rank[rank])["pp"]
+        lacking: dict[int, list[str]] = {}
+        for index, weight in enumerate(plan.weights_of(stage, pp) if pp in plan.holders[stage] else ()):
+            of_weight = calls[graph.index[calls] == index]
+            for call in of_weight.tolist():
+                wrong = self._fact(weight, call)
+                if wrong is not None:
+                    yield call, wrong, []
+            last = _last_before(own, of_weight)
+            for op in own[(last == NONE) | (last < released)].tolist():
+                lacking.setdefault(op, []).append(weight.name)
+        for op, names in lacking.items():
+            yield op, f"{graph.ops[op]} computes with {names_text(names)}, which nothing has gathered for it", []
 
     def _of_step(self, step: int) -> Iterator[tuple[str, list[int]]]:
         """(fact, operations) for each fault after one STEP."""
@@ -296,7 +333,7 @@ class _Gathers:
             if not selected:
                 missing.append(weight.name)
                 continue
-            wrong = self._fact(weight, selected[-1], step)
+            wrong = self._early(weight, selected[-1], step) or self._fact(weight, selected[-1])
             if wrong is not None:
                 yield wrong, selected[-1:]
         if missing:
@@ -306,18 +343,29 @@ class _Gathers:
         selected: IntColumn = rows[(self._graph.rank[rows] == rank) & (self._graph.stage[rows] == stage)]
         return selected
 
-    def _fact(self, weight: Parameter, call: int, step: int) -> str | None:
-        """Fact about a wrong gather of one weight; None if it is correct."""
+    def _early(self, weight: Parameter, call: int, step: int) -> str | None:
+        """Fact about a gather that comes before the STEP of its weight."""
+        ops = self._graph.ops
+        text = f"{ops[call]}, of `{weight.name}`, comes before {ops[step]}, which updates its elements"
+        return text if call < step else None
+
+    def _fact(self, weight: Parameter, call: int) -> str | None:
+        """Fact about a gather of one weight over wrong ranks or of a wrong size; None if it is correct."""
         graph, mesh = self._graph, self._plan.mesh
         text = f"{graph.ops[call]}, of `{weight.name}`,"
-        if call < step:
-            return f"{text} comes before {graph.ops[step]}, which updates its elements"
         size = graph.groups[int(graph.group[call])].size if graph.group[call] != NONE else 0
         if graph.axis[call] != AXES.index("dp") or size != self._shares:
             return f"{text} is over {size} ranks, and {self._shares} dp ranks have a share each"
         numel = prod(weight.local_shape({axis: mesh.size(axis) for axis in ("tp", "ep")}))
         share, own_numel = shard_numel(numel, self._shares), int(graph.stop[call] - graph.start[call])
         return None if own_numel == share else f"{text} puts in {own_numel} elements of a share of {share}"
+
+
+def _last_before(rows: IntColumn, others: IntColumn) -> IntColumn:
+    """For each of ``rows`` the last of ``others`` before it, ``NONE`` without any."""
+    padded = np.concatenate([[NONE], others])
+    result: IntColumn = padded[np.searchsorted(others, rows)]
+    return result
 
 
 def names_text(names: Sequence[str]) -> str:

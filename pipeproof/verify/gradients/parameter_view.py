@@ -28,6 +28,10 @@ _REDUCE, _SCALE, _STEP = (KIND_CODE[kind] for kind in (OpKind.REDUCE_GRAD, OpKin
 _ALL_TO_ALL, _BARRIER = KIND_CODE[OpKind.ALL_TO_ALL], KIND_CODE[OpKind.BARRIER]
 
 
+_STRANGER = -2
+"""Position of a reduction of a micro-batch that the step does not have."""
+
+
 class MoveKind(Enum):
     """Effect of a move on the gradient that the rank holds."""
 
@@ -46,7 +50,8 @@ class MoveKind(Enum):
 class Move:
     """One move. ``axis`` of a reduction names the line of the grid that its group is, None for any other ``group``.
 
-    A reduction without a ``group`` is over the whole line.
+    A reduction without a ``group`` is over the whole line. One with a ``position`` sums what the micro-batch of that
+    place among those of the step has added, one without it the whole gradient.
     """
 
     kind: MoveKind
@@ -55,6 +60,7 @@ class Move:
     axis: str | None = None
     group: int = NONE
     average: bool = False
+    position: int = NONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +80,10 @@ class View:
     def where(self, *kinds: MoveKind) -> list[int]:
         """Places of the moves of these kinds."""
         return [i for i, move in enumerate(self.moves) if move.kind in kinds]
+
+    def sums(self, move: Move, addend: int) -> bool:
+        """Return True if a reduction sums an addend: any one, or those of its micro-batch."""
+        return move.position == NONE or (move.position != _STRANGER and bool(self.counts[addend][move.position]))
 
 
 _Draft = list[tuple[Move, IntColumn]]
@@ -228,7 +238,7 @@ class Reader:
         sources = (
             (op, int(graph.parent[op])) if graph.target_kind[op] == _REDUCE and graph.parent[op] != NONE else (op,)
         )
-        how = int(graph.reduction[op])
+        how, place = int(graph.reduction[op]), self._position(op)
         for p in parameters:
             parameter = self.model.facts.parameters[p]
             sizes = self.model.rank_sizes(NONE, reduced=True)
@@ -238,17 +248,25 @@ class Reader:
             elif how == _MAX:
                 yield p, Move(MoveKind.SPOIL, axis=axis)
             elif line <= -2:
-                yield p, Move(MoveKind.REDUCE, NONE, factor, None, -2 - line, how == _AVG)
+                yield p, Move(MoveKind.REDUCE, NONE, factor, None, -2 - line, how == _AVG, place)
             elif line != NONE:
                 named = grid.axes[line] if line < len(grid.axes) else None
                 if named is not None:
-                    yield p, Move(MoveKind.REDUCE, NONE, factor, named, int(graph.group[op]), how == _AVG)
+                    yield p, Move(MoveKind.REDUCE, NONE, factor, named, int(graph.group[op]), how == _AVG, place)
                 elif factor != ONE:
                     yield p, Move(MoveKind.SCALE, NONE, factor)
             else:
                 lines = [axis] if axis is not None else [a for a in TOKEN_AXES if a not in parameter.sharded_over]
                 for i, one in enumerate(a for a in lines if a in grid.axes):
-                    yield p, Move(MoveKind.REDUCE, NONE, factor if i == 0 else ONE, one, NONE, how == _AVG)
+                    yield p, Move(MoveKind.REDUCE, NONE, factor if i == 0 else ONE, one, NONE, how == _AVG, place)
+
+    def _position(self, op: int) -> int:
+        """The place of a REDUCE_GRAD's micro-batch among those of the step; ``NONE`` if it sums the whole gradient."""
+        graph = self.model.graph
+        if graph.work_item[op] == NONE or _REDUCE not in (graph.kind[op], graph.target_kind[op]):
+            return NONE
+        position = int(micro_batch_places(self.histories.micro_batches, graph.work_item[op : op + 1])[0])
+        return _STRANGER if position == NONE else position
 
     @cached_property
     def _parameter_names(self) -> frozenset[str]:
@@ -350,7 +368,7 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
             continue
         met = waiting & expected
         waiting -= met
-        _meet([(one, runners[one]) for one in sorted(met)], partners_of_call)
+        _meet([(one, runners[one]) for one in sorted(met)], partners_of_call, views)
         for one in met:
             runners[one].calls[partners_of_call.key] = turn + 1
             stuck.pop(one, None)
@@ -379,21 +397,34 @@ def _advance(rank: int, runner: _Runner) -> None:
         runner.at += 1
 
 
-def _meet(together: Sequence[tuple[int, _Runner]], partners_of_call: Partners) -> None:
+def _meet(together: Sequence[tuple[int, _Runner]], partners_of_call: Partners, views: Mapping[int, View]) -> None:
     total: dict[Source, Coefficient] = {UNEXPECTED: ONE} if partners_of_call.unexpected else {}
-    for _, runner in together:
+    kept: dict[int, State] = {}  # what a sum of one micro-batch leaves as it is
+    for rank, runner in together:
+        move = runner.view.moves[runner.at]
+        others = {one for one in runner.state if one[0] != NONE and not views[one[0]].sums(move, one[1])}
+        kept[rank] = {one: runner.state[one] for one in others}
         for (source, addend, summed), factor in runner.state.items():
             target = (source, addend, summed)
+            if target in others:
+                continue
             if partners_of_call.fold is not None and source != NONE:
                 if partners_of_call.fold in summed:
                     factor *= partners_of_call.size
                 target = (source, addend, summed | {partners_of_call.fold})
             total[target] = total.get(target, Coefficient(())) + factor
     shared: dict[Coefficient, State] = {}
-    for _, runner in together:
+    for rank, runner in together:
         move = runner.view.moves[runner.at]
         factor = move.factor * (partners_of_call.size.inverse if move.average else ONE)
         if factor not in shared:
             shared[factor] = total if factor == ONE else {source: f * factor for source, f in total.items()}
-        runner.state = shared[factor]
+        runner.state = shared[factor] if not kept[rank] else _added(shared[factor], kept[rank])
         runner.at += 1
+
+
+def _added(one: State, other: State) -> State:
+    total = dict(one)
+    for source, factor in other.items():
+        total[source] = total.get(source, Coefficient(())) + factor
+    return total

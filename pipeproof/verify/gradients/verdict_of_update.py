@@ -64,7 +64,7 @@ def _scales_of_rank(
             if view.counts[move.addend][position]:
                 is_added = True
                 yield int(ops[0]), move.factor
-        elif is_added:
+        elif is_added and (move.kind is not MoveKind.REDUCE or move.position in (NONE, position)):
             if move.kind is MoveKind.REDUCE and not whole:
                 return
             yield int(ops[0]), _factor(model, move)

@@ -13,7 +13,7 @@ which are fresh in every step:
 - backwards read the kept activations and the input of the forward, and add to
   the stage's gradient, which reductions and scalings change and the optimizer reads;
 - ``UNSHARD`` writes the stage's whole weights, ``RESHARD`` frees them, and
-  ``GATHER_WEIGHT`` reads and writes them;
+  ``GATHER_WEIGHT`` reads and writes them, or only writes if the program releases weights;
 - ``OFFLOAD`` copies the kept activations into host memory, and ``RELOAD`` copies
   them into other memory of the device, from which backwards then read;
 - ``FREE(x)`` frees the buffers that x reads and writes; for a copy, only those that it reads.

@@ -275,14 +275,15 @@ class StageTensors:
             ((OpKind.UNSHARD,), WEIGHTS, WRITES),
             ((OpKind.RESHARD,), WEIGHTS, FREES),
             (() if sharded else (OpKind.STEP,), WEIGHTS, WRITES),
-            ((OpKind.GATHER_WEIGHT,), WEIGHTS, READS | WRITES),
+            ((OpKind.GATHER_WEIGHT,), WEIGHTS, WRITES if sharded else READS | WRITES),
         ):
             ops = np.flatnonzero(graph.is_kind(frozenset(kinds)))
             yield self._of_stage(ops, name), ops, bits
         parent = graph.parent
         for kind, name in ((OpKind.REDUCE_GRAD, GRADIENT), (OpKind.GATHER_WEIGHT, WEIGHTS)):
             children = np.flatnonzero((parent != NONE) & (graph.kind[parent] == KIND_CODE[kind]))
-            yield self._of_stage(children, name), children, READS | WRITES
+            bits = WRITES if sharded and name == WEIGHTS else READS | WRITES
+            yield self._of_stage(children, name), children, bits
 
     def _of_stage(self, ops: IntColumn, name: int) -> IntColumn:
         graph = self._graph

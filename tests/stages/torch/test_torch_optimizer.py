@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from pipeproof.stages.describe.stage_memory import Kept
 from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.torch.weights import Weight
 from tests.stages.torch.features import make_plan
 
 pytestmark = pytest.mark.needs_torch
+
+WHOLE = Kept(gradients=True, weights=True)
 
 
 def weights_of(*shapes, dtype=torch.float64, value=None, seed=3):
@@ -82,7 +85,7 @@ def test_shares_together_are_the_whole_update(optimizer, num_shards, value):
     whole = weights_of(*shapes, dtype=torch.float32, value=value)
     ranks = [weights_of(*shapes, dtype=torch.float32, value=value) for _ in range(num_shards)]
     update = StageOptimizer(run, whole)
-    shares = [ShardedOptimizer(run, weights, num_shards, place) for place, weights in enumerate(ranks)]
+    shares = [ShardedOptimizer(run, weights, num_shards, place, WHOLE) for place, weights in enumerate(ranks)]
     for step in range(3):
         for one in (update, *shares):
             one.zero_grad()

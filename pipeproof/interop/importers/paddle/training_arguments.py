@@ -271,8 +271,11 @@ def _sharding(
 def _memory(settings: Settings, job: FleetJob, draft: Draft) -> None:
     """Set the sharding of the optimizer state, and recomputation: present trainers name its granularity alone."""
     stage, granularity = settings.text("sharding"), settings.text("recompute_granularity")
-    if stage is not None and "stage1" in stage.value.split() and job.sharding.value != 1:
-        draft.set(("memory", "shard_optimizer"), "dp", stage.setting, stage.location)
+    if stage is not None and job.sharding.value != 1:
+        keys = ("shard_optimizer", "shard_gradients", "shard_weights")
+        number = max((i for i in range(1, 4) if f"stage{i}" in stage.value.split()), default=0)
+        for key in keys[:number]:
+            draft.set(("memory", key), "dp", stage.setting, stage.location)
     switch = settings.flag("recompute", default=not is_old(settings) and granularity is not None)
     if not switch.value:
         return
