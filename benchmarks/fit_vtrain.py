@@ -1,11 +1,7 @@
-"""Fits constants of an A100 to vTrain's trainings: its share of memory bandwidth, the host, and its all-reduces.
-
-``python benchmarks/fit_vtrain.py`` predicts both groups of the board's set `vtrain` with shares in steps of 0.05 and
-times of the host in steps of 2 us (8 minutes of CPU time), and prints the mean and the median size of their errors. The
-share has the smallest sum of both means; the host time is fitted to one node with this share.
+"""Fits the all-reduces of an A100 to what vTrain measured.
 
 ``python benchmarks/fit_vtrain.py DIRECTORY`` prints the rows of `pipeproof/cost/device_tables.py` for all-reduces among
-2, 4 and 8 A100 of a node instead, with residuals. DIRECTORY has `AR_GPU2_1M_1024M_LUT` and so on of VIA-Research/vTrain
+2, 4 and 8 A100 of a node, with residuals. DIRECTORY has `AR_GPU2_1M_1024M_LUT` and so on of VIA-Research/vTrain
 (MIT; commit f8dda84, `trace/a100`): sizes from 1 MiB to 1 GiB in steps of 1 MiB. The sizes nearest to quarter powers of
 two are fitted: small and large sizes then count equally. Fewer ranks start no later than more of them.
 """
@@ -13,43 +9,12 @@ two are fitted: small and large sizes then count equally. Fewer ranks start no l
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from pipeproof.cost.device_tables import device_table
-from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
-
-SHARES = (0.5, 0.55, 0.6, 0.65, 0.7)
-HOSTS_US = (60, 62, 64, 66, 68)
 _MIB = 2**20
-
-
-def trainings() -> None:
-    """Print the errors of both groups for each share, and each time of the host."""
-    known = device_table("a100")
-    assert known is not None
-    predictor = Predictor()
-    rows = [
-        row
-        for file in read_measurements([MEASUREMENTS])[0]
-        for row in file.rows
-        if file.set == "vtrain" and row.plan is not None
-    ]
-    for share in SHARES:
-        for host_us in HOSTS_US:
-            table = known.model_copy(update={"memory_efficiency": share, "host_us": host_us}).model_dump(mode="json")
-            errors: dict[str, list[float]] = {}
-            for row in rows:
-                assert row.plan is not None
-                cost = row.plan["cost"]
-                plan = {**row.plan, "cost": {**cost, "analytic": {**cost["analytic"], "table": table}}}
-                errors.setdefault(row.group, []).append(abs(predictor.predict(replace(row, plan=plan)).error))
-            texts = [f"{group} {fmean(of):.2%}, median {median(of):.2%}" for group, of in errors.items()]
-            print(f"share {share}, host {host_us} us: {'; '.join(texts)}", flush=True)
 
 
 def all_reduces(directory: Path) -> None:
@@ -79,7 +44,4 @@ def all_reduces(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        all_reduces(Path(sys.argv[1]))
-    else:
-        trainings()
+    all_reduces(Path(sys.argv[1]))

@@ -17,6 +17,7 @@ from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.generated_schedule import sample_plan
 from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.cost.step_error import StepError, step_error_of
 from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.sim.simulate import Engine, Simulation, simulation_to_json
@@ -53,6 +54,8 @@ class SimulateResult(Simulation, Result):
     name: str = "plan"
     plan: LoweredPlan = field(kw_only=True, compare=False)
     cost_source: CostSource = field(kw_only=True)
+    error: StepError | None = field(kw_only=True, default=None)
+    """Errors of comparable measured steps, with the interval of this one; None without, or for given times."""
     note: str = field(kw_only=True)
     """A sentence about times that the plan leaves out; empty if it gives all."""
 
@@ -79,7 +82,7 @@ class SimulateResult(Simulation, Result):
         )
 
     def _dict(self) -> dict[str, Any]:
-        return simulation_to_json(self, self.cost_source)
+        return simulation_to_json(self, self.cost_source, self.error)
 
     def _tables(self) -> dict[str, Records]:
         timeline = self.timeline
@@ -190,4 +193,11 @@ def make_schedule(
 
 def _result(simulation: Simulation, plan: LoweredPlan, spec: PlanSpec, name: str) -> SimulateResult:
     fields = {key: value for key, value in vars(simulation).items() if key not in ("timeline", "memory")}
-    return SimulateResult(**fields, name=name, plan=plan, cost_source=spec.cost_source, note=spec.placeholder_note)
+    return SimulateResult(
+        **fields,
+        name=name,
+        plan=plan,
+        cost_source=spec.cost_source,
+        error=step_error_of(spec),
+        note=spec.placeholder_note,
+    )

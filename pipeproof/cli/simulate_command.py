@@ -34,10 +34,11 @@ def simulate(
     """Predict a plan's timeline, bubbles and activation peaks."""
     with refusing_bad_plans(form, plan), showing_progress(f"lowering {plan}") as on_progress:
         from pipeproof.comm.lower import blaming_plan, lower_loaded
+        from pipeproof.cost.step_error import step_error_of
         from pipeproof.sim.simulate import simulate as run_simulation
         from pipeproof.sim.simulate import simulation_to_json
         from pipeproof.views.memory_table import render_memory
-        from pipeproof.views.timeline_text import render_figures, render_timeline
+        from pipeproof.views.timeline_text import render_figures, render_interval, render_timeline
 
         loaded = source.load(plan)
         note = loaded.spec.placeholder_note
@@ -49,17 +50,20 @@ def simulate(
                 require_whole_step(lowered, loaded.source)
             on_progress(f"simulating {plan}", 0, 0)
             simulation = run_simulation(lowered, engine=engine)
+            error = step_error_of(loaded.spec)
         if output is not None:
             on_progress(f"writing {output}", 0, 0)
             written = write_timeline(
                 output, plan.stem, simulation.timeline, lowered.graph, simulation.memory, plan=loaded.spec
             )
     if form == "json":
-        click.echo(json.dumps(simulation_to_json(simulation, loaded.spec.cost_source), indent=2))
+        click.echo(json.dumps(simulation_to_json(simulation, loaded.spec.cost_source, error), indent=2))
         return
     console = console_for()
     render_timeline(simulation.timeline, console)
     render_figures(simulation, console, note)
+    if loaded.spec.cost.analytic is not None:
+        render_interval(simulation, error, console)
     render_memory(simulation, lowered, console)
     if output is not None:
         console.print(written, soft_wrap=True)

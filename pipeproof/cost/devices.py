@@ -154,27 +154,3 @@ def peak_tflops(analytic: AnalyticSpec, run_dtype: str) -> float:
     if analytic.matmul_dtype is not None:
         return device.peak(analytic.matmul_dtype)
     return device.bfloat16 if (analytic.dtype or run_dtype) == "bfloat16" else device.float32
-
-
-_EXPECTED_ERRORS: Mapping[tuple[str, bool], float] = MappingProxyType(
-    {
-        ("a100", False): 0.085,
-        ("a100", True): 0.053,
-        ("h100", False): 0.051,
-        ("h100", True): 0.134,
-        ("h200", False): 0.035,
-        ("gb200", False): 0.057,
-        ("gb200", True): 0.124,
-        **{(device, False): 0.053 for device in ("b200", "b300", "gb300")},
-        **{(device, True): 0.124 for device in ("b200", "b300", "gb300")},
-    }
-)
-"""Mean absolute error of predicted steps by device and by whether the model has experts, over published measurements.
-
-A test derives them from the groups of ``validation/results/accuracy.json``.
-"""
-
-
-def expected_error(device: str, *, has_experts: bool) -> float | None:
-    """Return the mean relative error of a predicted step; None if nothing comparable was measured."""
-    return _EXPECTED_ERRORS.get((device, has_experts))

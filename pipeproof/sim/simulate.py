@@ -15,6 +15,7 @@ from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.channel_models import ChannelModel, declared_model
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.cost.step_error import StepError
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.columns import HOST_QUEUE
 from pipeproof.schedule.formats.op_text import op_texts
@@ -181,19 +182,27 @@ def _queue_labels(graph: OpGraph) -> list[str]:
     return labels
 
 
-def simulation_to_json(simulation: Simulation, cost_source: CostSource) -> dict[str, Any]:
+def simulation_to_json(
+    simulation: Simulation, cost_source: CostSource, error: StepError | None = None
+) -> dict[str, Any]:
     """The output of ``simulate --format json``; see ``docs/schemas/simulate.schema.json``.
 
-    ``cost_source`` is the source in the plan file: a lowered plan only has explicit times.
+    ``cost_source`` is the source in the plan file: a lowered plan only has explicit times. ``error`` has the errors of
+    comparable measured steps.
 
     Times are in ``unit``. A whole number is a JSON integer. For a fraction
     without an exact binary form, an additional key with the suffix ``_exact``
     holds ``"numerator/denominator"``.
     """
+    interval: dict[str, Any] | None = None
+    if error is not None:
+        low, high = error.interval(float(simulation.makespan))
+        interval = {"low": low, "high": high, "kind": error.kind, "num_rows": error.num_rows}
     return {
         **number_to_json("makespan", simulation.makespan),
         "unit": "us",
         "cost_source": cost_source,
+        **({"interval": interval} if cost_source == "analytic" else {}),
         "p2p": simulation.p2p,
         "send_completes": simulation.send_completes,
         "engine": simulation.engine,

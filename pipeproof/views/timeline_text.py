@@ -19,6 +19,7 @@ from math import ceil, floor, gcd, lcm
 from rich.console import Console
 from rich.text import Text
 
+from pipeproof.cost.step_error import NOT_MEASURED, StepError
 from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.sim.simulate import Simulation
@@ -102,6 +103,16 @@ def render_figures(simulation: Simulation, console: Console, note: str = "") -> 
     ]
     print_table(("rank", ">span", ">busy", ">bubble", ">peak"), cells, console)  # 40 columns are wide enough
     console.print(Text("bubble: of the makespan; peak: of activations"))
+
+
+def render_interval(simulation: Simulation, error: StepError | None, console: Console) -> None:
+    """Print the 80 % interval of a step with computed times, or that nothing comparable was measured."""
+    if error is None:
+        console.print(Text(f"{NOT_MEASURED[0].upper()}{NOT_MEASURED[1:]}."), soft_wrap=True)
+        return
+    low, high = (time_text(end) for end in error.interval(float(simulation.makespan)))
+    text = f"80 % interval: {low} to {high}, from the errors of {error.num_rows} measured steps ({error.kind})."
+    console.print(Text(text), soft_wrap=True)
 
 
 def figures_lines(rows: Iterable[tuple[str, RankFigures]], text: TimeText = time_text) -> list[Text]:

@@ -1,6 +1,5 @@
 """Uncertainty of a prediction, ties, the nearest change if nothing fits, and readable times."""
 
-import json
 import re
 from collections import defaultdict
 from fractions import Fraction
@@ -15,32 +14,24 @@ from pipeproof.analysis.tune.tune_reasons import (
     complexity,
     difference_error,
 )
-from pipeproof.cost.devices import DEVICES, expected_error
+from pipeproof.cost.step_error import step_error, step_error_of
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.tune.models import DENSE, EXPERTS, to_tune
 
 ACCURACY = Path(__file__).parents[2] / "validation" / "results" / "accuracy.json"
-BRIDGE = {False: "Megatron-Bridge, dense", True: "Megatron-Bridge, MoE"}
-GROUPS = {
-    ("a100", False): ("Megatron-LM, dense, a100, step", "vTrain, several nodes", "vTrain, one node"),
-    ("a100", True): ("Megatron-LM, MoE, a100, step",),
-    ("h100", False): ("Megatron-LM, dense, h100, step", "405B on H100", BRIDGE[False]),
-    ("h100", True): ("Megatron-LM, MoE, h100, step", BRIDGE[True]),
-    ("h200", False): ("405B on H200",),
-    ("gb200", False): ("Megatron-LM, dense, gb200, step", "405B on GB200", BRIDGE[False]),
-    ("gb200", True): ("Megatron-LM, MoE, gb200, step", BRIDGE[True]),
-    **{(device, moe): (BRIDGE[moe],) for device in ("b200", "b300", "gb300") for moe in (False, True)},
-}
-"""The groups of measurements on a device, or with it among others, of models without or with experts."""
 
 
-@pytest.mark.parametrize("device", [*map(str, DEVICES)])
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_the_expected_error_is_that_of_the_measurements(device, has_experts):
-    groups = {group["group"]: group for group in json.loads(ACCURACY.read_text())}
-    named = [groups[name] for name in GROUPS.get((device, has_experts), ())]
-    errors = [group["mape"] for group in named for _ in range(group["count"])]
-    expected = pytest.approx(sum(errors) / len(errors), abs=5e-4) if errors else None
-    assert expected_error(device, has_experts=has_experts) == expected
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+def test_the_interval_of_a_row_is_that_of_measured_steps_with_its_bound(model):
+    result = tune(to_tune(model), gpus=4, device="h100", global_batch=16, top=12, workers=1)
+    known = step_error_of(plan_from_dict(result.rows[0].plan).spec)
+    assert result.expected_error == known.mean
+    assert known.num_rows <= step_error("h100", has_experts=model is EXPERTS).num_rows
+    for row in result.rows:
+        assert row.step_within == step_error_of(plan_from_dict(row.plan).spec).within
+    without = tune(to_tune(model), gpus=4, device="mi300x", global_batch=16, top=1, workers=1)
+    assert without.expected_error is None
+    assert without.rows[0].step_within is None
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS])

@@ -28,6 +28,9 @@ def _is_svg(context: click.Context, parameter: click.Parameter, value: Path | No
               type=click.Choice(["mlperf", "vtrain", "megatron", "megatron-bridge", "dualpipe", "own"]),
               help="Only this set of measurements; repeatable.")  # fmt: skip
 @click.option("--rows", is_flag=True, help="Print each measurement, not only the errors of each group.")
+@click.option("--terms", is_flag=True,
+              help="Print where the time of each group's rows goes, and how their errors go with it.")  # fmt: skip
+@click.option("--fit", is_flag=True, help="Fit the constants again and write fitted.json (10 minutes of CPU time).")
 @format_option()
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), callback=_is_svg,
               help="Draw predicted / measured of each group as SVG.")  # fmt: skip
@@ -39,6 +42,8 @@ def measurements(
     directories: tuple[Path, ...],
     sets: tuple[str, ...],
     rows: bool,
+    terms: bool,
+    fit: bool,
     form: Literal["text", "json"],
     plot: Path | None,
     page: Path | None,
@@ -50,7 +55,7 @@ def measurements(
     the formats that validation/results/accuracy.md describes.
     """
     from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
-    from validation.board.board_output import board_page, board_to_json, print_board
+    from validation.board.board_output import board_page, board_to_json, print_board, print_coverages, print_terms
     from validation.board.measurement import MeasurementFileError
 
     try:
@@ -66,6 +71,14 @@ def measurements(
     if not chosen:
         echo(f"error: no measurements of the set {', '.join(sets)}; it is in another directory", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
+    if fit:
+        from validation.board.constants import FITTED
+        from validation.board.fit_constants import fit_constants, fitted_to_text
+
+        with showing_progress("fitting"):
+            write_output(FITTED, fitted_to_text(fit_constants(chosen)))
+        echo(f"constants written to {FITTED}", err=True)
+        return
     predictor = Predictor()
     with showing_progress("predicting") as on_progress:
         predictions = []
@@ -76,6 +89,9 @@ def measurements(
         click.echo(json.dumps(board_to_json(predictions, unread), indent=2))
     else:
         print_board(predictions, console_for(), rows=rows)
+        print_coverages([found for row in predictions if (found := predictor.residual(row))], console_for())
+        if terms:
+            print_terms(predictions, list(map(predictor.terms, chosen)), console_for())
     if plot is not None:
         from validation.board.accuracy_picture import board_picture
 

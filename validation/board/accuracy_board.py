@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import log
 from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any
 
 from pipeproof.comm.lower import lower
+from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.cost.plan_times import resolved_cost
+from pipeproof.cost.step_error import bound_of
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.foreign_text import decode_json
 from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from validation.board.bridge_recipes import RECIPES
+from validation.board.constants import LeftOut, with_constants, without
 from validation.board.dualpipe_pair_rows import read_pair_summary, read_pair_trace
+from validation.board.golden_records import RECORDS
+from validation.board.intervals import Residual
 from validation.board.measurement import (
     GIB,
     Cells,
@@ -36,6 +42,7 @@ from validation.board.megatron_golden_rows import golden_rows
 from validation.board.mlperf_rows import COLUMNS as MLPERF_COLUMNS
 from validation.board.mlperf_rows import mlperf_rows
 from validation.board.own_run_rows import read_own_runs
+from validation.board.terms import Term, terms_of
 from validation.board.vtrain_rows import COLUMNS as VTRAIN_COLUMNS
 from validation.board.vtrain_rows import vtrain_rows
 
@@ -52,6 +59,9 @@ _TABLES: Mapping[str, tuple[frozenset[str], Callable[[Cells], Sequence[Measureme
 )
 """Sets in CSV files, each with the columns that it is known by, and the measurements of a row."""
 
+TIMES = (Quantity.STEP, Quantity.COMPUTE, Quantity.TOKENS)
+"""Quantities that are the time of a step, or its inverse."""
+
 SETS = ("mlperf", "vtrain", "megatron", "megatron-bridge", "dualpipe", "own")
 
 
@@ -66,11 +76,15 @@ class MeasurementFile:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A measurement with its prediction; None, with the reason, where there is none."""
+    """A measurement with its prediction; None, with the reason, where there is none.
+
+    ``left_out`` has the predictions with constants that were fitted without the row's model, and without its system.
+    """
 
     measurement: Measurement
     predicted: float | None
     reason: str = ""
+    left_out: Mapping[LeftOut, float] = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -78,16 +92,34 @@ class Prediction:
         assert self.predicted is not None
         return self.predicted / self.measurement.measured - 1
 
+    @property
+    def time_error(self) -> float:
+        """The logarithm of predicted / measured time; rates are inverse times."""
+        ratio = log(self.error + 1)
+        return -ratio if self.measurement.quantity is Quantity.TOKENS else ratio
+
+    def error_without(self, left_out: LeftOut) -> float:
+        """The relative error of the prediction with constants of other models, or of other systems."""
+        return self.left_out[left_out] / self.measurement.measured - 1
+
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The errors of a group, as shares: of ``count`` predictions; ``omitted`` rows have none."""
+    """The errors of a group, as shares: of ``count`` predictions; ``omitted`` rows have none.
+
+    ``fitted`` is the mean of the absolute errors with the constants of the package, ``other_models`` and
+    ``other_systems`` with constants that were fitted to other models, or on other systems, than a row's; ``mape`` is
+    the larger one of these two. The others are those of the package's constants.
+    """
 
     group: str
     quantity: Quantity
     count: int
     omitted: int
     mape: float | None
+    other_models: float | None
+    other_systems: float | None
+    fitted: float | None
     median: float | None
     worst: float | None
     bias: float | None
@@ -134,7 +166,8 @@ def _read_table(path: Path, unread: list[str]) -> MeasurementFile | None:
     with path.open(encoding="utf-8-sig") as stream:
         name = set_of_table(stream.readline())
     if name is None:
-        return MeasurementFile(path, "", ()) if path == RECIPES else None  # which rows of Megatron-Bridge refer to
+        # which rows of Megatron-Bridge and of Megatron-LM refer to
+        return MeasurementFile(path, "", ()) if path in (RECIPES, RECORDS) else None
     columns, measure = _TABLES[name]
     return MeasurementFile(path, name, tuple(readable(rows_of_table(path, columns, unread), measure, unread)))
 
@@ -173,7 +206,42 @@ class Predictor:
         simulated = self._simulated(measurement.plan)
         if isinstance(simulated, str):
             return Prediction(measurement, None, simulated)
-        return Prediction(measurement, _value(measurement.quantity, *simulated))
+        predicted = _value(measurement.quantity, *simulated)
+        others = {left_out: self._without(measurement, left_out, predicted) for left_out in LeftOut}
+        return Prediction(measurement, predicted, left_out=others)
+
+    def residual(self, prediction: Prediction) -> Residual | None:
+        """Return the error of a predicted step with constants of other systems; None for a row without one."""
+        row = prediction.measurement
+        if prediction.predicted is None or row.quantity not in TIMES:
+            return None
+        assert row.plan is not None
+        simulated = self._simulated(row.plan)
+        assert not isinstance(simulated, str)
+        spec, analytic = simulated[0], simulated[0].cost.analytic
+        assert analytic is not None
+        bound = bound_of(AnalyticCosts(spec, analytic))
+        error = log(prediction.error_without(LeftOut.SYSTEM) + 1)
+        error = round(-error if row.quantity is Quantity.TOKENS else error, 5)
+        return Residual(analytic.device, spec.gpt.moe is not None, bound, row.model, error)
+
+    def terms(self, measurement: Measurement) -> Mapping[Term, float] | None:
+        """Return the shares of the terms in the predicted step; None for a row without one."""
+        if measurement.plan is None or measurement.quantity not in TIMES:
+            return None
+        simulated = self._simulated(measurement.plan)
+        return None if isinstance(simulated, str) else terms_of(*simulated)
+
+    def _without(self, measurement: Measurement, left_out: LeftOut, predicted: float) -> float:
+        if measurement.quantity not in TIMES:  # no constant of memory is fitted
+            return predicted
+        changed = with_constants(measurement, without(measurement, left_out))
+        if changed is measurement:
+            return predicted
+        assert changed.plan is not None
+        simulated = self._simulated(changed.plan)
+        assert not isinstance(simulated, str), "constants do not change whether a plan is possible"
+        return _value(measurement.quantity, *simulated)
 
     def _simulated(self, plan: Mapping[str, Any]) -> tuple[PlanSpec, Simulation] | str:
         key = json.dumps(plan, sort_keys=True)
@@ -220,12 +288,18 @@ def accuracies(predictions: Iterable[Prediction]) -> list[Accuracy]:
     for (group, quantity), rows in by_group(predictions).items():
         errors = [row.error for row in rows if row.predicted is not None]
         sizes = [abs(error) for error in errors]
+        without = [
+            fmean(abs(row.error_without(left_out)) for row in rows if row.predicted is not None) if sizes else None
+            for left_out in LeftOut
+        ]
         result.append(
             Accuracy(
                 group,
                 quantity,
                 len(errors),
                 len(rows) - len(errors),
+                max((error for error in without if error is not None), default=None),
+                *without,
                 fmean(sizes) if sizes else None,
                 median(sizes) if sizes else None,
                 max(errors, key=abs, default=None),

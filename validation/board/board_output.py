@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from rich.console import Console
 from pipeproof.atomic_write import write_output
 from pipeproof.views.tables import print_table
 from validation.board.accuracy_board import Accuracy, Prediction, accuracies, by_group
+from validation.board.intervals import Coverage, Residual, coverages
+from validation.board.terms import Term, correlations
 
 
 def percent(value: float | None, *, signed: bool = False) -> str:
@@ -29,13 +31,19 @@ def accuracy_cells(accuracy: Accuracy) -> tuple[str, ...]:
         str(accuracy.count),
         str(accuracy.omitted),
         percent(accuracy.mape),
+        percent(accuracy.other_models),
+        percent(accuracy.other_systems),
+        percent(accuracy.fitted),
         percent(accuracy.median),
         percent(accuracy.worst, signed=True),
         percent(accuracy.bias, signed=True),
     )
 
 
-ACCURACY_HEADINGS = ("group", "quantity", "rows", "without a plan", "MAPE", "median", "worst", "bias")
+ACCURACY_HEADINGS = (
+    "group", "quantity", "rows", "without a plan", "MAPE", "other models", "other systems", "fitted", "median", "worst",
+    "bias",
+)  # fmt: skip
 ROW_HEADINGS = ("measurement", "measured", "predicted", "error")
 
 
@@ -57,8 +65,54 @@ def print_board(predictions: Sequence[Prediction], console: Console, *, rows: bo
             for note in notes_of(members):
                 console.print(f"  approximate: {note}", soft_wrap=True, markup=False)
             console.print()
-    headings = _right(ACCURACY_HEADINGS, 2, 8)
+    headings = _right(ACCURACY_HEADINGS, 2, 11)
     print_table(headings, map(accuracy_cells, accuracies(predictions)), console, optional=("median", "without a plan"))
+
+
+COVERAGE_HEADINGS = ("held-out rows of", "rows", "in their 80 % interval")
+
+
+def coverage_cells(residuals: Sequence[Residual]) -> list[tuple[str, str, str]]:
+    """Return by device and kind of model the held-out rows, and the share in their intervals; then of all."""
+    found = coverages(residuals)
+    rows, covered = sum(one.num_rows for one in found), sum(one.covered for one in found)
+    every = [*found, Coverage("all", rows, covered)] if rows else []
+    return [(one.kind, str(one.num_rows), percent(one.covered / one.num_rows)) for one in every]
+
+
+def print_coverages(residuals: Sequence[Residual], console: Console) -> None:
+    """Print how many held-out rows lie in the intervals of other models' rows."""
+    console.print()
+    print_table(_right(COVERAGE_HEADINGS, 1, 3), coverage_cells(residuals), console)
+
+
+TERM_HEADINGS = ("group", *Term, "goes with the error most")
+
+
+def print_terms(
+    predictions: Sequence[Prediction], terms: Sequence[Mapping[Term, float] | None], console: Console
+) -> None:
+    """Print by group the mean share of each term, and the correlation of the shares with the errors of time."""
+    console.print()
+    console.print("mean share of a step, and its correlation with log(predicted / measured time) of the group's rows")
+    print_table(TERM_HEADINGS, term_cells(predictions, terms), console)
+
+
+def term_cells(
+    predictions: Sequence[Prediction], terms: Sequence[Mapping[Term, float] | None]
+) -> list[tuple[str, ...]]:
+    """Return by group the cells of ``print_terms``; none for groups whose steps have no terms."""
+    of_row = {id(prediction): of for prediction, of in zip(predictions, terms, strict=True) if of is not None}
+    cells = []
+    for (group, _), members in by_group(predictions).items():
+        rows = [row for row in members if row.predicted is not None and id(row) in of_row]
+        if not rows:
+            continue
+        found = correlations([of_row[id(row)] for row in rows], [row.time_error for row in rows])
+        ranked = sorted(found.items(), key=lambda entry: -abs(entry[1][1]))
+        share_cells = [f"{100 * share:.0f} % {goes_with:+.2f}" for share, goes_with in found.values()]
+        cells.append((group, *share_cells, ranked[0][0].value))
+    return cells
 
 
 def _right(headings: Sequence[str], first: int, last: int) -> list[str]:

@@ -58,7 +58,8 @@ def _pair(device: str, num_ranks: int, streams: Sequence[tuple[float, float]]) -
     """The pair takes from the first to the last kernel of the stream that computes most."""
     _, length_us = max(streams)
     group, name = "DeepSeek-V3, overlapped pair", f"{_NUM_BLOCKS} blocks, {num_ranks} {device}"
-    return measured_with_plan(group, name, Quantity.PAIR, length_us / 1000, partial(_plan, device, num_ranks))
+    of = {"system": device, "model": "deepseekv3"}
+    return measured_with_plan(group, name, Quantity.PAIR, length_us / 1000, partial(_plan, device, num_ranks), **of)
 
 
 def _plan(device: str, num_ranks: int) -> dict[str, Any]:

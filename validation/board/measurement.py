@@ -39,7 +39,9 @@ class Measurement:
     """One measured value, with the plan that predicts it or the reason why no plan can.
 
     ``plan`` has the keys of a plan file. ``notes`` name each setting of the
-    training that the plan has only approximately.
+    training that the plan has only approximately. ``system`` and ``model``
+    name the machines and what was trained on them: constants that a row is
+    predicted with are fitted to rows of other ones.
     """
 
     group: str
@@ -49,6 +51,8 @@ class Measurement:
     plan: Mapping[str, Any] | None = field(repr=False)
     reason: str = ""
     notes: tuple[str, ...] = ()
+    system: str = ""
+    model: str = ""
 
     def __post_init__(self) -> None:
         assert (self.plan is None) == bool(self.reason), "a plan, or the reason why there is none"
@@ -63,13 +67,21 @@ class NoPlanError(Exception):
 
 
 def measured_with_plan(
-    group: str, name: str, quantity: Quantity, measured: float, make_plan: Callable[[], Mapping[str, Any]]
+    group: str,
+    name: str,
+    quantity: Quantity,
+    measured: float,
+    make_plan: Callable[[], Mapping[str, Any]],
+    *,
+    system: str,
+    model: str,
 ) -> Measurement:
     """Return a measurement with its plan, or with the reason of the ``NoPlanError`` that ``make_plan`` raises."""
+    of = {"system": system, "model": model}
     try:
-        return Measurement(group, name, quantity, measured, make_plan())
+        return Measurement(group, name, quantity, measured, make_plan(), **of)
     except NoPlanError as error:
-        return Measurement(group, name, quantity, measured, None, str(error))
+        return Measurement(group, name, quantity, measured, None, str(error), **of)
 
 
 @dataclass(frozen=True)

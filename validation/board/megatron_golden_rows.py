@@ -17,6 +17,8 @@ from pipeproof.foreign_text import decode_json
 from pipeproof.interop.importers.imported import Flags, with_device
 from pipeproof.interop.importers.megatron.flag_values import Arguments, arguments_of_text
 from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
+from validation.board.constants import LOCAL, STEP_LAUNCHES, fitted, host_times, host_us, value_of
+from validation.board.golden_records import golden_system, record_of
 from validation.board.measurement import (
     EXPERTS_OVER_TP,
     GIB,
@@ -33,7 +35,7 @@ _NUM_RANKS = 8
 _DEVICE = re.compile(r"(?:gb|mi|[abh])\d{3}x?", re.ASCII)
 _DEGREES = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
-    "--expert-model-parallel-size", "--expert-tensor-parallel-size",
+    "--expert-model-parallel-size",
 )  # fmt: skip
 _NOT_DESCRIBED = {
     "--perform-rl-step": "reinforcement learning has no key in a plan",
@@ -41,14 +43,6 @@ _NOT_DESCRIBED = {
     "--experimental-attention-variant": "sparse attention has no key in a plan",
     "--fine-grained-activation-offloading": "offloaded activations of a part of a block have no key in a plan",
 }
-_HOST = {"a100": (94, 46, 49_000), "h100": (61, 40, 48_000), "h100_2nd": (80, 0, 18_000), "gb200": (111, 37, 0)}
-"""Microseconds by device, fitted to its dense cases, which the host bounds: of an operation, of the filling of a tensor
-with ``--deterministic-mode``, and of a step. The values of second runs on H100 (``_2nd``) were stored four months
-before the values of first runs."""
-_LOCAL = 0.86
-"""Time of the host with Megatron-LM's own modules, divided by the time with Transformer Engine's."""
-_INPUT_US = 190_000
-"""Reading of a micro-batch of four sequences in cases of one GB200 node: their steps vary between 1.2 and 2.7 s."""
 _BERT = (
     "Bert's attention in both directions is counted as unfused attention, which computes all pairs; its pooler and "
     "second head, and the transformation before its head, are left out"
@@ -71,16 +65,22 @@ def golden_rows(path: Path, numbered: tuple[int, Any]) -> list[Measurement]:
     kind, case, machine = row["kind"], row["case"], row["machine"]
     name, device = f"{case}, {machine}", _device_in(machine)
     group = f"Megatron-LM, {'MoE' if kind in ('moe', 'mixtral') else 'dense'}, {device}"
-    plan, notes, reason = _plan_or_reason(kind, case, machine)
+    described, notes, no_plan = _plan_or_reason(kind, case, machine)
+    record = record_of(case, machine)
+    system = device if record is None else golden_system(device, machine, record)
     found = []
     for quantity, value, unit, label in (
         (Quantity.STEP, row["it"], 1.0, "step"),
         (Quantity.ALLOCATED, row["mem"], float(GIB), "memory"),
     ):
-        measured = _measured(path, number, value)
+        measured, reason = _measured(path, number, value), no_plan
         if measured is None:
-            measured, plan, reason = 0.0, None, "the row has no measured value"
-        found.append(Measurement(f"{group}, {label}", name, quantity, measured / unit, plan, reason, notes))
+            measured, reason = 0.0, "the row has no measured value"
+        elif not reason and record is not None:
+            reason = record.no_step() if quantity is Quantity.STEP else record.no_memory()
+        plan = None if reason else described
+        of = {"system": system, "model": case}
+        found.append(Measurement(f"{group}, {label}", name, quantity, measured / unit, plan, reason, notes, **of))
     return found
 
 
@@ -127,6 +127,9 @@ def _plan(kind: str, case_name: str, machine: str) -> tuple[Mapping[str, Any], t
     if case is None:
         raise NoPlanError("the arguments of this case are not known to the board")
     arguments = case["arguments"]
+    record = record_of(case_name, machine)
+    if record is None:
+        raise NoPlanError("the release that recorded this row is not known")
     words = set(arguments.split())
     for flag, reason in _NOT_DESCRIBED.items():
         if flag in words:
@@ -137,12 +140,15 @@ def _plan(kind: str, case_name: str, machine: str) -> tuple[Mapping[str, Any], t
     settings: dict[tuple[str | int, ...], object] = {}
     if "--fp8-format" in words:
         settings["cost", "analytic", "matmul_dtype"] = "float8"
+    if record.has_unfused_attention and "--context-parallel-size" not in words:
+        settings["cost", "analytic", "attention"] = "unfused"
     notes = [note for flag, note in _APPROXIMATE.items() if flag in words]
     if kind == "bert":
         notes.append(_BERT)
     try:
         known = arguments_of_text(arguments, case_name)
-        tp, pp, cp, ep, expert_tp = (_degree(known, flag) for flag in _DEGREES)
+        tp, pp, cp, ep = (_degree(known, flag) for flag in _DEGREES)
+        expert_tp = _degree(known, "--expert-tensor-parallel-size", tp)
         replicas = num_ranks // (tp * pp * cp)
         if replicas % ep and ep % tp == 0 and expert_tp == 1:
             settings["topology", "ep"] = ep // tp
@@ -162,24 +168,20 @@ def _plan(kind: str, case_name: str, machine: str) -> tuple[Mapping[str, Any], t
         notes.append("experts with GELU are counted as SwiGLU of two thirds of their inner size: equal weights")
         inner = model["moe"]["ffn_size"] * 2 // (3 * tp) * tp
         model = {**model, "moe": {**model["moe"], "ffn_size": inner}}
-    host = _host(device_name, machine, words)
-    if num_ranks < _NUM_RANKS:
-        host["input_us"] = _INPUT_US
+    host = _host(golden_system(device, machine, record), words)
     cost = {**plan["cost"], "analytic": {**plan["cost"]["analytic"], **host}}
     return {**plan, "model": model, "memory": memory, "cost": cost}, tuple(notes)
 
 
-def _host(device: str, machine: str, words: Collection[str]) -> dict[str, float]:
-    """Return the keys of ``cost.analytic`` on the host for a machine and the words of a case's arguments."""
-    again = f"{device}_2nd"
-    known = _HOST.get(again if machine.endswith("_2nd") and again in _HOST else device)
-    if known is None:
+def _host(system: str, words: Collection[str]) -> dict[str, float]:
+    """Return the keys of ``cost.analytic`` on the host for a system and the words of a case's arguments.
+
+    The host bounds the step of every dense case. Its time is a property of the machines that tests ran on.
+    """
+    name = host_us(system)
+    if name not in fitted():
         return {}
-    host_us, fill_us, step_us = known
-    share = _LOCAL if "local" in words else 1
-    fill_us *= "--deterministic-mode" in words
-    each = {"host_us": share * host_us, "collective_us": 2 * share * host_us, "fill_us": share * fill_us}
-    return {**each, "step_us": step_us}
+    return host_times(value_of(name), value_of(STEP_LAUNCHES), value_of(LOCAL) if "local" in words else 1)
 
 
 def _workspaces_mib(device: str, case: Mapping[str, str]) -> float:
@@ -196,6 +198,6 @@ def _workspaces_mib(device: str, case: Mapping[str, str]) -> float:
     return 2 * of_thread + engine
 
 
-def _degree(arguments: Arguments, flag: str) -> int:
+def _degree(arguments: Arguments, flag: str, default: int = 1) -> int:
     setting = arguments.flags.get(flag)
-    return int(setting.value) if setting is not None and setting.value is not None else 1
+    return int(setting.value) if setting is not None and setting.value is not None else default

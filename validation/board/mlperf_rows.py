@@ -36,7 +36,8 @@ def mlperf_rows(cells: Cells) -> tuple[Measurement]:
     group = f"405B on {device_name}"
     name = f"{num_ranks} {device_name}, {cells.text('system')} run {cells.text('run')}"
     make_plan = partial(_plan, cells, dict(MODELS["llama3.1_405b"].keys), device_name, num_ranks)
-    return (measured_with_plan(group, name, Quantity.STEP, cells.number("median_s"), make_plan),)
+    of = {"system": f"{device_name}, {cells.text('system').split('_')[0]}", "model": "llama3.1_405b"}
+    return (measured_with_plan(group, name, Quantity.STEP, cells.number("median_s"), make_plan, **of),)
 
 
 def _plan(cells: Cells, model: dict[str, Any], device_name: str, num_ranks: int) -> dict[str, Any]:

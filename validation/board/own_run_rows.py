@@ -47,7 +47,8 @@ def _case(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[st
         measured.append((Quantity.COMPUTE, "replayed", case["graph_us"] / 1e6))
     for quantity, label, value in measured:
         make_plan = partial(_plan, device, num_ranks, size, case, {"execution": "graph"} if label == "replayed" else {})
-        yield measured_with_plan(f"{group}, {label}", name, quantity, value, make_plan)
+        of = {"system": group, "model": f"hidden {size['hidden']}"}
+        yield measured_with_plan(f"{group}, {label}", name, quantity, value, make_plan, **of)
 
 
 def _plan(

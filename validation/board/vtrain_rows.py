@@ -41,7 +41,8 @@ def vtrain_rows(cells: Cells) -> tuple[Measurement]:
     group = "vTrain, one node" if gpus <= _RANKS_PER_NODE else "vTrain, several nodes"
     name = f"{gpus} A100, hidden {hidden}, {layers} blocks, tp {tp} dp {dp} pp {pp}, batch {batch} of {size}"
     measured = cells.number("iteration time (ms)") / 1000
-    return (measured_with_plan(group, name, Quantity.STEP, measured, partial(_plan, cells, (tp, dp, pp))),)
+    of = {"system": group, "model": f"GPT, hidden {hidden}"}
+    return (measured_with_plan(group, name, Quantity.STEP, measured, partial(_plan, cells, (tp, dp, pp)), **of),)
 
 
 def _plan(cells: Cells, mesh: tuple[int, int, int]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pipeproof.comm.lower import lower
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
 from pipeproof.cost.devices import model_flops_utilization, peak_tflops
+from pipeproof.cost.step_error import step_error_of
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.exact_times import GRID_US, rounded
@@ -46,7 +47,7 @@ def check_layout(point: Point, plan_file: str) -> PointResult:
     """Check a layout by every rule and compute the parts of its step.
 
     ``details`` also has the parts in microseconds, and the channel models with which a conditional plan deadlocks;
-    for computed times (``cost.analytic``) MFU and TFLOP/s of a device.
+    for computed times (``cost.analytic``) MFU, TFLOP/s of a device, and the errors of comparable measured steps.
     """
     try:
         spec = plan_from_dict(point.plan).spec
@@ -61,6 +62,7 @@ def check_layout(point: Point, plan_file: str) -> PointResult:
     codes = tuple(sorted({finding.code for finding in report.findings}))
     failing, analytic = conditions(report.subject), spec.cost.analytic
     mfu = model_flops_utilization(spec, simulation.makespan)
+    known = step_error_of(spec)
     peak_tflops_per_s = None if analytic is None else peak_tflops(analytic, spec.run.dtype)
     details = {
         "peak_bytes": peak_bytes_of(simulation),
@@ -68,6 +70,8 @@ def check_layout(point: Point, plan_file: str) -> PointResult:
         "parts_us": {name: float(us) for name, us in parts.items()},
         "mfu": mfu,
         "tflops_per_gpu": None if mfu is None or peak_tflops_per_s is None else mfu * peak_tflops_per_s,
+        "step_mean_error": None if known is None else known.mean,
+        "step_within": None if known is None else known.within,
         "deadlocks_with": models_text(failing) if failing else None,
     }
     return replace(simulated_point(point, spec, simulation, codes), details=details)

@@ -385,7 +385,8 @@ class _Search:
         return TuneResult(
             choices.framework.name, choices.device, choices.num_gpus, self._memory_gib, choices.global_batch,
             choices.seq_length, choices.cost_source, tuple(listed), counts, assumptions, notes, present,
-            choices.expected_error, None if listed else self._nearest_change(),
+            self._checked[rows[0]].details["step_mean_error"] if rows else choices.expected_error,
+            None if listed else self._nearest_change(),
         )  # fmt: skip
 
     def _row(
@@ -407,6 +408,7 @@ class _Search:
             parts_s=parts,
             why=why,
             difference_error=difference,
+            step_within=details["step_within"],
             digest=details["digest"],
             notes=result.warnings,
             deadlocks_with=details["deadlocks_with"],

@@ -22,7 +22,8 @@ class TuneRow:
     ``peak_gib`` is the memory of the rank that holds most. ``plan`` has the keys of a plan file, ``notes`` are the
     codes of warnings and notes of its check. ``why`` is a sentence that compares the row with the plan on its own
     ranks, or with the first row. ``difference_error`` is the error of the ratio
-    of its step to the shortest one if the step is within it, a tie; else None.
+    of its step to the shortest one if the step is within it, a tie; else None. ``step_within`` is the share that the
+    80 % interval of ``step`` reaches to either side, from comparable measurements, or None.
     ``deadlocks_with`` names the channel models with which a conditional plan deadlocks.
     """
 
@@ -37,6 +38,7 @@ class TuneRow:
     parts_s: Mapping[str, float]
     why: str
     difference_error: float | None
+    step_within: float | None
     digest: str
     notes: tuple[str, ...]
     deadlocks_with: str | None
@@ -76,7 +78,7 @@ class TuneResult:
 
     ``assumptions`` are sentences about values that the caller did not give, ``notes`` about the needs of rows.
     ``present`` is the step of the plan itself in a search on its own ranks; None in a search on a number of devices.
-    ``expected_error`` is the share by which a predicted step is off in the mean of comparable measurements, or None.
+    ``expected_error`` is the mean share by which comparable steps are off, those like the first row's, or None.
     ``nearest`` is the smallest change that allows a layout, if there is none.
     ``device`` is None if times are not computed, ``memory_gib`` if no limit was given.
     """
