@@ -1,4 +1,4 @@
-"""How far predicted steps are off, from the errors of published trainings.
+"""Errors and intervals of predicted steps, from published trainings.
 
 ``step_errors.json`` has them by device, by whether the model has experts, and by what bounds the time of a stage. The
 board of measurements writes it (``validation/board/intervals.py``), from predictions with constants that were fitted on

@@ -54,8 +54,11 @@ def _is_dense(row: Measurement) -> bool:
     return is_dense and row.plan is not None and row.plan["cost"]["analytic"].get("matmul_dtype") != "float4"
 
 
-def _grids(tests: Mapping[str, float]) -> Iterator[_Grid]:
-    """Yield the constants of families of devices; ``tests`` has the time of the host by the machines of tests."""
+def _grids(tests: Mapping[str, float], local: float) -> Iterator[_Grid]:
+    """Yield the constants of families of devices.
+
+    ``tests`` has the time of the host by the machines of tests, ``local`` its share with Megatron-LM's own modules.
+    """
     for family, without in (("hopper", 0.4375), ("blackwell", 0.525)):
         shares, devices = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7), FAMILIES[family]
         yield _Grid(
@@ -72,7 +75,7 @@ def _grids(tests: Mapping[str, float]) -> Iterator[_Grid]:
         geometric_mean(value for name, value in tests.items() if "GB200" in name),
         lambda row: _device(row) in FAMILIES["blackwell"] and row.group == "Megatron-Bridge, MoE",
     )
-    a100 = geometric_mean(value for name, value in tests.items() if "A100" in name)
+    a100 = local * geometric_mean(value for name, value in tests.items() if "A100" in name)  # as Megatron-DeepSpeed
     yield _Grid(constants.host_us("ampere"), (56, 60, 64, 68), round(a100, 1), lambda row: row.group == _ONE_NODE)
     b200 = 0.733
     yield _Grid(
@@ -91,7 +94,8 @@ def fit_constants(rows: Sequence[Measurement]) -> dict[str, dict[str, Any]]:
     slopes = {id(row): _slope(predictor, row) for row in tests}
     result = _folds(tests, lambda kept: _fit_hosts(kept, slopes))
     hosts = {name: float(values["all"]) for name, values in result.items() if name.startswith("host_us")}
-    for grid in _grids(hosts):
+    local = float(result[LOCAL]["all"]) if LOCAL in result else 1.0
+    for grid in _grids(hosts, local):
         chosen = [row for row in predicted if grid.is_fitted_to(row)]
         of_one_node = [row for row in chosen if row.group == _ONE_NODE]
         chosen = [row for row in chosen if row.group != _ONE_NODE] + of_one_node[::_EACH_OF_ONE_NODE]

@@ -39,7 +39,7 @@ class Record:
 
     @property
     def has_unfused_attention(self) -> bool:
-        """Whether the container computes attention without cp unfused."""
+        """True if the container computes attention without cp unfused."""
         return self.container in _UNFUSED_CONTAINERS
 
     def no_step(self) -> str:

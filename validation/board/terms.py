@@ -1,4 +1,4 @@
-"""Where the predicted time of a row goes, and how the errors of a group go with it.
+"""Terms of the predicted time of a row, and their correlations with the errors of a group.
 
 The terms of a step are those of its busiest pipeline rank, as shares of the whole: the computations of its stages by
 what bounds them, then the time that this rank waits for others, then what follows the last computation of all ranks.
