@@ -2,7 +2,7 @@
 
 ``python benchmarks/read_golden_records.py CLONE OUT.csv`` (5 minutes) writes the rows of
 ``validation/board/measurements/megatron_records.csv`` for the golden values at commit d98e8a6. The iteration times of a
-file are from the oldest commit since which they have not changed; the container is that of the tests at that commit.
+file are from the oldest commit since which they have not changed; the tests used the container at that commit.
 Flags without an effect on times or memory are left out.
 """
 

@@ -39,7 +39,7 @@ def test_the_package_has_the_constants_that_were_fitted_to_all_rows(family):
     for device in FAMILIES[family]:
         table = device_table(device)
         assert table.memory_efficiency == pytest.approx(value_of(memory_share(family)), abs=0.04)
-        if family != "hopper":  # whose host is that of earlier fits to tests of Megatron-LM
+        if family != "hopper":  # whose host comes from earlier fits to tests of Megatron-LM
             assert table.host_us == pytest.approx(value_of(host_us(family)), rel=0.06)
 
 

@@ -109,7 +109,7 @@ class Accuracy:
 
     ``fitted`` is the mean of the absolute errors with the constants of the package, ``other_models`` and
     ``other_systems`` with constants that were fitted to other models, or on other systems, than a row's; ``mape`` is
-    the larger one of these two. The others are those of the package's constants.
+    the larger one of these two. All other fields use the package's constants.
     """
 
     group: str

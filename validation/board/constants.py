@@ -1,8 +1,8 @@
 """Constants that are fitted to trainings, and what each row is predicted with when it is scored.
 
 ``fitted.json`` has each constant as fitted to all of its rows, without each model and without each system. The package
-rounds those of families of devices; those of the machines of tests are in plans of the board as they are. A row is
-scored with constants that were fitted to other models than its own, and again with those of other systems.
+rounds the constants of families of devices; plans of the board have the constants of the machines of tests as they are.
+A row is scored with constants that were fitted to other models than its own, and again with constants of other systems.
 ``python -m validation.board --fit`` writes the file.
 """
 
@@ -32,7 +32,7 @@ LOCAL = "local modules"
 
 
 class LeftOut(StrEnum):
-    """The rows that a constant is not fitted to: those of the scored row's model, or of its system."""
+    """The rows that a constant is not fitted to: all rows of the scored row's model, or of its system."""
 
     MODEL = "model"
     SYSTEM = "system"
@@ -67,7 +67,7 @@ def without(row: Measurement, left_out: LeftOut) -> Mapping[str, float]:
 
 
 def with_constants(row: Measurement, values: Mapping[str, float]) -> Measurement:
-    """Return the row with a plan that has these constants in place of those of the package and of the board."""
+    """Return the row with a plan that has these constants in place of the package's and the board's."""
     assert row.plan is not None
     cost = row.plan["cost"]
     analytic = cost["analytic"]
@@ -107,7 +107,7 @@ def _host(row: Measurement, analytic: Mapping[str, Any], values: Mapping[str, fl
 
 
 def host_times(each_us: float, step_launches: float, share: float = 1) -> dict[str, float]:
-    """Return the keys of ``cost.analytic`` for a time of an operation; a collective in a layer takes that of two."""
+    """Return the keys of ``cost.analytic`` for a time of an operation; a collective in a layer takes as long as two."""
     return {
         "host_us": round(share * each_us, 3),
         "collective_us": round(2 * share * each_us, 3),

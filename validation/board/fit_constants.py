@@ -35,7 +35,7 @@ _NUM_FINE = 4
 class _Grid:
     """A constant of a family: the values that are predicted, and the rows that it is fitted to.
 
-    ``without`` is its value where no row is left: that of another family, of another system or of a table.
+    ``without`` is its value if no row is left: the value of another family, of another system or of a table.
     """
 
     name: str
@@ -133,8 +133,8 @@ def _transferred(name: str, values: Mapping[str, float]) -> float:
     kind, _, where = name.partition(", ")
     others = {other: value for other, value in values.items() if other.startswith(kind)}
     device = where.split(",")[0]
-    alike = [value for other, value in others.items() if other.startswith(f"{kind}, {device},")]
-    return round(geometric_mean(alike or list(others.values())), 1)
+    same_device = [value for other, value in others.items() if other.startswith(f"{kind}, {device},")]
+    return round(geometric_mean(same_device or list(others.values())), 1)
 
 
 def _errors(predictor: Predictor, grid: _Grid, row: Measurement) -> list[float]:

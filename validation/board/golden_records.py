@@ -22,8 +22,8 @@ _LARGEST_SPREAD = 0.2
 """Spread from which the steps of a run do not determine a median that another run would have."""
 _UNFUSED_CONTAINERS = frozenset({"", "24.01"})
 """Containers whose Transformer Engine takes unfused attention for heads of 64 elements without cp: the peaks of all
-cases that ran in them are those of stored scores, within 1 %. Those before February 2025 are not named in the
-repository."""
+cases that ran in them need stored scores, which predict them within 1 %. The repository does not name the containers
+before February 2025."""
 _CLOUD_CONTAINER = "26.04"
 """Container from which on the tests on H100 and GB200 have the times of other hosts, since May 2026."""
 

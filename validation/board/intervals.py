@@ -1,8 +1,8 @@
 """Intervals of predicted steps from the errors of measured ones, and how many held-out rows they cover.
 
-The errors are those of predictions with constants of other systems. The 80 % interval of a kind is the conformal
+The errors are of predictions with constants of other systems. The 80 % interval of a kind is the conformal
 quantile of their sizes: the smallest share that covers 0.8 (n + 1) of n rows. A row is held out with all rows of its
-model: its interval is that of the other models.
+model: its interval comes from the other models.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _within(rows: Sequence[Residual]) -> float:
 
 
 def _by_kind(rows: Iterable[Residual]) -> Mapping[tuple[str, bool, str], list[Residual]]:
-    """Return the rows of each device and kind of model by their bound; ``""`` has those of all bounds."""
+    """Return the rows of each device and kind of model by their bound; ``""`` has the rows of all bounds."""
     found: dict[tuple[str, bool, str], list[Residual]] = defaultdict(list)
     for row in rows:
         for bound in (row.bound, ""):

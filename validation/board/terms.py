@@ -1,6 +1,6 @@
 """Terms of the predicted time of a row, and their correlations with the errors of a group.
 
-The terms of a step are those of its busiest pipeline rank, as shares of the whole: the computations of its stages by
+The terms of a step are times of its busiest pipeline rank, as shares of the whole: the computations of its stages by
 what bounds them, then the time that this rank waits for others, then what follows the last computation of all ranks.
 """
 
@@ -22,7 +22,7 @@ from pipeproof.stages.describe.op_work import ComputeUnit, Phase, operation_work
 
 
 class Term(StrEnum):
-    """A part of a step; ``LAUNCHES`` is the time of the host beyond that of the device."""
+    """A part of a step; ``LAUNCHES`` is the time of the host beyond the device's."""
 
     PRODUCTS = "products"
     ATTENTION = "attention"
@@ -61,7 +61,7 @@ def terms_of(spec: PlanSpec, simulation: Simulation) -> Mapping[Term, float]:
 
 
 def _add(parts: dict[Term, float], time: PhaseTime, attention: float, exchange: float) -> None:
-    """Add the time of a phase; the shares are those of attention in computing, and of exchanges in collectives."""
+    """Add the time of a phase; ``attention`` is a share of computing, ``exchange`` of collectives."""
     computing, links = float(time.compute_us), float(time.links_us)
     parts[Term.PRODUCTS] += (1 - attention) * computing
     parts[Term.ATTENTION] += attention * computing
