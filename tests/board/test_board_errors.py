@@ -18,6 +18,7 @@ from validation.board.accuracy_board import (
     accuracies,
     read_measurements,
 )
+from validation.board.constants import LeftOut
 from validation.board.measurement import Measurement, Quantity
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +32,18 @@ TOLERANCE = 0.001
 
 def prediction(measured, predicted, group="some", reason=""):
     plan = {} if not reason else None
-    return Prediction(Measurement(group, "row", Quantity.STEP, measured, plan, reason), predicted, reason)
+    left_out = {LeftOut.MODEL: predicted + 1, LeftOut.SYSTEM: predicted + 2} if predicted else {}
+    return Prediction(Measurement(group, "row", Quantity.STEP, measured, plan, reason), predicted, reason, left_out)
 
 
 def test_errors_of_a_group_by_hand():
     rows = [prediction(10, 11), prediction(10, 8), prediction(10, 10), prediction(5, None, reason="none")]
     (accuracy,) = accuracies(rows)
     assert (accuracy.count, accuracy.omitted) == (3, 1)
-    assert accuracy.mape == pytest.approx(0.1)
+    assert accuracy.fitted == pytest.approx(0.1)
+    assert accuracy.other_models == pytest.approx((0.2 + 0.1 + 0.1) / 3)
+    assert accuracy.other_systems == pytest.approx((0.3 + 0.0 + 0.2) / 3)
+    assert accuracy.mape == accuracy.other_systems  # the larger one
     assert accuracy.median == pytest.approx(0.1)
     assert accuracy.worst == pytest.approx(-0.2)
     assert accuracy.bias == pytest.approx(-1 / 30)
