@@ -3,7 +3,7 @@
 ``python benchmarks/check_startup.py [REPEATS]`` prints, for each command, the
 median and the fastest wall time, the median processor time (which a busy
 machine changes less), the ratio to a bare interpreter, and the imports that
-take longest. Commands take turns: if the machine is busy for a while, all of them slow down. Nothing is asserted: times
+take longest. Commands alternate: if the machine is busy for a while, all of them slow down. Nothing is asserted: times
 are the machine's.
 """
 

@@ -8,7 +8,7 @@ In addition, where PyTorch is installed (``pip install torch==2.13.0``), the
 fastest run of the method
 ``_calculate_single_rank_operations`` of its schedule classes over all ranks:
 this makes the same computations in the same order, but for idle slots. Runs of
-both take turns in one process, without garbage collection. Nothing is
+both alternate in one process, without garbage collection. Nothing is
 asserted: times are the machine's.
 """
 
@@ -88,7 +88,7 @@ def torch_generation(class_name: str, request: Request) -> Callable[[], object]:
 
 
 def fastest(runs: list[Callable[[], object]], repeats: int) -> list[float]:
-    """The fastest time of each, in turns; all results are kept, to give every run new memory."""
+    """The fastest time of each, alternately; all results are kept, to give every run new memory."""
     times: list[list[float]] = [[] for _ in runs]
     kept = []
     gc.collect()

@@ -18,7 +18,7 @@ _WIDTH, _ROWS = 16, 4
 
 
 def main() -> None:
-    """Time each compiler, in turns with eager mode."""
+    """Time each compiler, alternately with eager mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compilers", nargs="+", choices=["eager", "inductor"], default=["eager", "inductor"])
     parser.add_argument("--blocks", type=int, default=4)

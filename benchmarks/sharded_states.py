@@ -1,8 +1,8 @@
 """Memory of a rank on the CPU by stages of sharding, predicted and measured.
 
 ``python benchmarks/sharded_states.py [torch|paddle]`` runs a plan of two pipeline and four data-parallel ranks with
-each stage of sharding, and prints the peak of rank 0 in the second step: that of ``simulate``, and the growth of its
-process (``VmHWM`` of Linux) over that of a tiny model.
+each stage of sharding, and prints the peak of rank 0 in the second step: as ``simulate`` predicts it, and the growth of
+its process (``VmHWM`` of Linux), less the growth with a tiny model.
 """
 
 from __future__ import annotations

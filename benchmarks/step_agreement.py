@@ -1,4 +1,4 @@
-"""Host time of the ranks' agreement on the signature of a step, before and after it existed, in turns in one run.
+"""Host time of the ranks' agreement on the signature of a step, before and after it existed, alternately in one run.
 
 Processes on the CPU train small transformer blocks: their operations bound a step. ``before`` skips the agreement: the
 ranks take the signature of the start. Times are CPU times of the thread that calls ``step``, medians of the rounds;

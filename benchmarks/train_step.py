@@ -1,7 +1,7 @@
 """Step time and memory of ``pipeproof.torch.Pipeline``, compared with ``torch.distributed.pipelining``.
 
 Both run the same modules (a Hugging Face Llama with random weights), the same schedule and the same micro-batches, in
-the same processes and in turns: a few steps of one, a few of the other. It prints the medians of the rounds, and the
+the same processes and alternately: a few steps of one, a few of the other. It prints the medians of the rounds, and the
 median of their ratios; below 1 pipeproof is faster. Peak memory is measured in a step while the other pipeline does not
 exist: PyTorch's stages keep their receive buffers between steps.
 

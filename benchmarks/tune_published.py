@@ -3,7 +3,7 @@
 ``python benchmarks/tune_published.py [TABLE.csv] [-o TUNE.json]`` reads a table of Megatron-Bridge's performance
 summary, by default the one that comes with pipeproof. For each training with a plan it searches the layouts of
 Megatron-LM on the same devices with the same batch and types. The memory limit is the device's memory, or the
-prediction for the published layout if that is more. No layout has pairs that take turns, which the table does not name.
+prediction for the published layout if that is more. No layout has pairs that alternate, which the table does not name.
 ``--match`` compares some trainings only. Results are added to the file as they come, with the commit that computed
 them; the same command resumes. ``validation/pages/make_tune.py`` makes the tables of
 validation/results/tune-published.md from them.

@@ -67,7 +67,7 @@ COMMANDS = (
     # All schedules predicted from a profile of 1F1B, with replays.
     Command("3-eager", f'{TORCHRUN}prediction.py OUT/3-eager.json "4096,4096,4,8;2048,4096,4,16"', 240,
             f"{TORCHRUN}prediction.py OUT/3-eager.json 128,16,4,8"),
-    # Experts: pairs that take turns with ep 4 and pp 2 x ep 2. Without ep (pp 4) there is no exchange to hide.
+    # Experts: pairs that alternate with ep 4 and pp 2 x ep 2. Without ep (pp 4) there is no exchange to hide.
     Command("4-ep4", f"{TORCHRUN}overlap.py 2048,4096,4,16 64,8,1024 1f1b --rows 2", 190,
             f"{TORCHRUN}overlap.py 128,16,2,4 8,2,64 1f1b"),
     Command("4-pp2-ep2", f"{TORCHRUN}overlap.py 2048,4096,4,16 64,8,1024 dualpipe_v --rows 2 --pp 2", 190,

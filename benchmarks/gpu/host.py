@@ -1,4 +1,4 @@
-"""Host-bound steps of a Llama: ours and PyTorch's own pipeline in turns, all of them in one process of each rank.
+"""Host-bound steps of a Llama: ours and PyTorch's own pipeline alternately, all of them in one process of each rank.
 
     torchrun --nproc-per-node 2 benchmarks/gpu/host.py RESULTS.jsonl --profile PROFILES
     torchrun --nproc-per-node 2 benchmarks/gpu/host.py RESULTS.jsonl --device cpu --size 128,8,8,16
@@ -99,7 +99,7 @@ class Bench:
         self._put({"way": name, "made_s": round(time.perf_counter() - began, 1)})
 
     def run(self) -> None:
-        """Time the rounds, in which the ways take turns, and put medians."""
+        """Time the rounds, in which the ways alternate, and put medians."""
         rounds, allocated = [], self._num_allocated()
         for number in range(self._options.rounds):
             names = [*self._steps] if number % 2 == 0 else [*reversed(self._steps)]

@@ -6,7 +6,7 @@
 Each size is hidden, sequence, blocks, micro-batches. A step is the forward and backward of all micro-batches in
 bfloat16, one row of tokens each, gradients added up; it has no messages. ``products`` are the matrix products with
 their accumulation and the attention alone, which no way can beat. It prints milliseconds (median of the rounds, in
-which the ways take turns), the ratio to the compiled blocks under plain autograd, GiB of a step above the weights (of a
+which the ways alternate), the ratio to the compiled blocks under plain autograd, GiB of a step above the weights (of a
 replay nothing: its memory is the graph's), and how far the gradients are from eager ones: the largest norm of a
 difference by the norm of the gradient. Attention's backward adds in no fixed order, so two steps differ in their last
 bits in every way.

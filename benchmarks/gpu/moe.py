@@ -5,7 +5,7 @@
 The first argument is the size (hidden, sequence, blocks of a rank, micro-batches),
 the second the experts of a block (how many, how many for a token, inner size).
 First no pipeline, and experts shared out over all ranks (``ep``), with both
-dispatchers, and with pairs that take turns: the rival is a plain loop over
+dispatchers, and with pairs that alternate: the rival is a plain loop over
 micro-batches, with an all-to-all each way. Then pipelines of the given schedules with all experts
 of a block on its rank: the rival is ``torch.distributed.pipelining``. Both sides
 multiply all experts in one kernel. A fourth argument selects the plans whose names contain it.

@@ -1,4 +1,4 @@
-"""Steps with overlapped pairs that take turns (``schedule.overlap``), alternately with the same plan without overlap.
+"""Steps with overlapped pairs that alternate (``schedule.overlap``), next to the same plan without overlap.
 
     torchrun --nproc-per-node 2 benchmarks/gpu/overlap.py "2048,4096,4,8" 64,8,1024 dualpipe_v
 

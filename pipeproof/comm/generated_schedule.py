@@ -51,7 +51,7 @@ def plan_schedule(plan: PlanSpec) -> Schedule:
             costs=stage_costs(plan),
             memory_limit=schedule.memory_limit,
             placement=stages_of_ranks(plan) if kind.placement is Placement.ANY else None,
-            overlaps=schedule.turns is not None,
+            overlaps=schedule.alternation is not None,
         )
         generated = kind.generate(request)
         return generated if placement is None or kind.placement is Placement.ANY else assigned(generated, placement)
@@ -187,7 +187,7 @@ def require_moderate_size(plan: PlanSpec, num_collectives: int = 0) -> None:
     num_items = num_batches * plan.num_stages
     kind = SCHEDULE_KINDS.get(schedule.kind)
     most = num_batches * num_collectives + _MOST_TRANSFER_OPS * num_items
-    if plan.turns is not None:  # a part after each collective, and weight gradients after those in the backward
+    if plan.alternation is not None:  # a part after each collective, and weight gradients after those in the backward
         most += 2 * num_batches * num_collectives + _MOST_PARTS * num_items
     most += _MOST_SHAPE_OPS * num_items if plan.transport.shape_exchange == "per_message" else 0
     most += _MOST_COMPUTATIONS * num_items if kind is None else kind.num_computations(plan.topology.pp, num_items)

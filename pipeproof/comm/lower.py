@@ -103,7 +103,7 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
                           part_shares=shares, direct=direct_edges(plan))  # fmt: skip
     _require_single_stages(context)
     require_own_updates(context)
-    if plan.schedule.turns is not None and foreign is not None:
+    if plan.schedule.alternation is not None and foreign is not None:
         _require_pairs(foreign)
     is_early = plan.transport.recv_order != "just_in_time"
     if is_early:

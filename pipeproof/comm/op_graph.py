@@ -18,7 +18,7 @@ from pipeproof.comm.step_end_rows import DATA_AXES, num_loads
 from pipeproof.schedule.columns import ANY, ANY_OTHER, NONE, Blocks, IntColumn, Row, columns_of
 from pipeproof.schedule.op_table import Group, OpGraph
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.specs.schedule import Side
+from pipeproof.specs.schedule import Half
 from pipeproof.stages.describe.layer import Parameter
 
 # --- The whole program of one rank, written with blocks around its computations ---
@@ -28,9 +28,9 @@ class RankWriter:
     """Writes the blocks of one rank, each when it is first used.
 
     ``posts`` has, for some indices of the rank's program, the computations whose
-    inputs are received before it; otherwise only its own is. ``turns`` is the
+    inputs are received before it; otherwise only its own is. ``alternation`` is the
     cycle in which overlapped computations alternate; without it each of them is
-    whole. ``reduce_axes`` are those of gradients.
+    whole. ``reduce_axes`` are the axes of gradient sums.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class RankWriter:
         blocks: Blocks,
         posts: Mapping[int, Sequence[Op]],
         reduce_axes: Sequence[str],
-        turns: Sequence[Side] | None = None,
+        alternation: Sequence[Half] | None = None,
     ) -> None:
-        self._rank, self._blocks, self._posts, self._turns = rank, blocks, posts, turns
+        self._rank, self._blocks, self._posts, self._alternation = rank, blocks, posts, alternation
         self._reduce_axes = reduce_axes
         self._single: dict[Work, tuple[int, int | None]] = {}
         self._others: dict[tuple[tuple[Work, ...], bool], int] = {}
@@ -140,8 +140,8 @@ class RankWriter:
         for work, batch in zip(works, batches, strict=True):
             yield from before(work, batch)
         yield from self._rank.gather_weights(works)
-        if self._turns is not None and len(works) > 1:
-            yield from self._rank.take_turns(works, batches, self._turns)
+        if self._alternation is not None and len(works) > 1:
+            yield from self._rank.alternate(works, batches, self._alternation)
         else:
             for work, batch in zip(works, batches, strict=True):
                 yield from self._rank.compute(work, batch)
@@ -192,7 +192,7 @@ def lower_context(plan: PlanContext) -> OpGraph:
         own = plan.schedule.rows(coords["pp"]) if plan.schedule.pairs else None
         posts = plan.receives[coords["pp"]] if plan.receives else {}
         rows = own if foreign is None else foreign.rows[coords["pp"]]
-        RankWriter(writer, blocks, posts, reduce_axes, plan.spec.turns).write(rows)
+        RankWriter(writer, blocks, posts, reduce_axes, plan.spec.alternation).write(rows)
     columns = columns_of(foreign_rows, plan.num_splits) if foreign_rows else blocks.expand()
     return OpGraph(columns, tensors.specs, groups.groups, groups.ranks)
 

@@ -27,13 +27,13 @@ from pipeproof.schedule.ops import (
     wait_for,
 )
 from pipeproof.schedule.programs import Program
-from pipeproof.specs.schedule import Side
+from pipeproof.specs.schedule import Half
 from pipeproof.stages.describe.boundary import Boundary, Transport, effective_transport, slice_range
 from pipeproof.stages.describe.layer import Collective, backward_calls, exchanges, weight_calls
 from pipeproof.stages.describe.stage_memory import shards_gradients, shards_weights
 
 if TYPE_CHECKING:
-    from pipeproof.schedule.turns import SideTurn
+    from pipeproof.schedule.alternation import SegmentRows
 
 EXPERTS_QUEUE = "ep"
 """The queue of the collectives over ``ep`` of alternating computations."""
@@ -195,32 +195,32 @@ class RankBlocks:
         yield Row(op, batch=ANY)
         yield from self._children(op, work.variant)
 
-    def take_turns(self, works: Sequence[Work], batches: Sequence[int], order: Sequence[Side]) -> Iterator[Row]:
+    def alternate(self, works: Sequence[Work], batches: Sequence[int], order: Sequence[Half]) -> Iterator[Row]:
         """A forward and a backward that alternate at the overlap points of each, in the cycle ``order``.
 
         The two computations come first, as containers of their parts and collectives, and take no time themselves.
         """
-        from pipeproof.schedule.turns import rows_in_turns  # few plans have pairs that take turns
+        from pipeproof.schedule.alternation import alternating_rows  # few plans have pairs that alternate
 
         for work, batch in zip(works, batches, strict=True):
             yield Row(Op(work.kind, work.stage, batch), batch=ANY)
-        sides: list[tuple[Op, list[SideTurn[Row]]]] = []
+        halves: list[tuple[Op, list[SegmentRows[Row]]]] = []
         for work, batch in sorted(zip(works, batches, strict=True), key=lambda use: use[0].kind is not OpKind.FORWARD):
             op = Op(work.kind, work.stage, batch)
-            sides.append((op, self._turns(op, work.variant)))
-        (_, forward), (backward_op, backward) = sides
+            halves.append((op, self._segments(op, work.variant)))
+        (_, forward), (backward_op, backward) = halves
 
         def weights(number: int) -> Row:
             return Row(part_of(backward_op, number, OpKind.WEIGHTS))
 
         defers = backward_op.kind is OpKind.BACKWARD
-        yield from rows_in_turns(
+        yield from alternating_rows(
             forward, backward, order, weights if defers else None, lambda row: row.queue == EXPERTS_QUEUE
         )
 
-    def _turns(self, op: Op, variant: int) -> list[SideTurn[Row]]:
-        """The parts and collectives of a computation by turn: a part between each two exchanges."""
-        from pipeproof.schedule.turns import Cut, turns_of_side
+    def _segments(self, op: Op, variant: int) -> list[SegmentRows[Row]]:
+        """The parts and collectives of a computation by segment: a part between each two exchanges."""
+        from pipeproof.schedule.alternation import Cut, segments_of_half
 
         collectives = self._collectives(op, variant)
         calls = iter(self._issued(op, collectives))
@@ -229,7 +229,7 @@ class RankBlocks:
             issued = islice(calls, exchange.num_collectives)
             rows = [replace(call, queue=EXPERTS_QUEUE) if call.op.axis == "ep" else call for call in issued]
             cuts.append(Cut(rows, exchange.is_overlap_point, exchange.is_late))
-        return turns_of_side([Row(part_of(op, index, OpKind.PART)) for index in range(len(cuts) + 1)], cuts)
+        return segments_of_half([Row(part_of(op, index, OpKind.PART)) for index in range(len(cuts) + 1)], cuts)
 
     def after(self, work: Work, batch: int) -> Iterator[Row]:
         """The sends of a computation's output."""
@@ -242,12 +242,12 @@ class RankBlocks:
             yield from self._release(send, work.variant, "after_send_posted")
 
     def gather_weights(self, works: Iterable[Work]) -> Iterator[Row]:
-        """Gathering the weights of computations of which the rank keeps shards."""
+        """Gathers of the sharded weights of computations."""
         for stage in self._released_stages(works):
             yield from self.step_end.gather(stage)
 
     def release_weights(self, works: Iterable[Work]) -> Iterator[Row]:
-        """Releasing what ``gather_weights`` has gathered."""
+        """Releases of the weights from ``gather_weights``."""
         for stage in self._released_stages(works):
             yield Row(Op(OpKind.RESHARD, stage))
 
@@ -255,7 +255,7 @@ class RankBlocks:
         return dict.fromkeys(work.stage for work in works) if shards_weights(self._plan.spec) else ()
 
     def reduce_added(self, work: Work, batch: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
-        """Summing what a computation has added to gradients of which the rank keeps shards."""
+        """Sums of a computation's contribution to sharded gradients."""
         if work.kind in ADDS and shards_gradients(self._plan.spec):
             yield from self.step_end.reduce(work.stage, reduce_axes, batch)
 

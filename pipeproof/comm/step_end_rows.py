@@ -180,7 +180,7 @@ class StepEnd:
     def reduce(self, stage: int, reduce_axes: Sequence[str], micro_batch: int | None = None) -> Iterator[Row]:
         """Sums of a stage's gradients over the copies of weights, if there are several, then over each axis.
 
-        With ``micro_batch`` they are of what that one has added.
+        With ``micro_batch`` they sum its contribution alone.
         """
         return self._reduce(stage, reduce_axes, "", micro_batch)
 

@@ -395,7 +395,7 @@ class AnalyticCosts:
         stage, as in DualPipe; in your own order, to any stage.
         """
         kind, num_stages = self._plan.schedule.kind, len(self.stages)
-        if kind not in _OVERLAPPING or self._plan.turns is not None:  # then parts have the times
+        if kind not in _OVERLAPPING or self._plan.alternation is not None:  # then parts have the times
             return None
         opposite = kind in ("dualpipe", "dualpipe_v")
         return tuple(

@@ -59,7 +59,7 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
 
 def shares_of_parts(plan: PlanSpec) -> PartShares | None:
     """The shares of the parts of each stage; None for plans without alternating computations."""
-    if plan.turns is None:
+    if plan.alternation is None:
         return None
     from pipeproof.cost.part_shares import PartShares
 

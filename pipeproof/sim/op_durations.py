@@ -32,7 +32,7 @@ from pipeproof.stages.describe.op_work import Phase
 from pipeproof.stages.describe.stage_memory import Lifetime
 
 
-def takes_turns(graph: OpGraph) -> BoolColumn:
+def alternates(graph: OpGraph) -> BoolColumn:
     """Mask of the computations that have parts."""
     mask = np.zeros(graph.num_ops, dtype=bool)
     parents = graph.parent[graph.is_kind(PART_KINDS)]
@@ -174,8 +174,8 @@ class _Works:
         self._lowered, graph = lowered, lowered.graph
         cost, share = lowered.spec.cost, max(1, graph.num_splits)
         self._rows = np.flatnonzero(graph.is_kind(_WORK_KINDS))
-        self._taking_turns = takes_turns(graph)
-        self.have_parts = bool(self._taking_turns.any())
+        self._alternating = alternates(graph)
+        self.have_parts = bool(self._alternating.any())
         _, examples, sort = np.unique(
             packed(graph.kind[self._rows], graph.stage[self._rows]), return_index=True, return_inverse=True
         )
@@ -204,7 +204,7 @@ class _Works:
         table = [0, *(int(time * ticks_per_us) for time in self.own_us)]
         ticks = [table[index] for index in self._place.tolist()]
         if self.have_parts:
-            for container in np.flatnonzero(self._taking_turns).tolist():
+            for container in np.flatnonzero(self._alternating).tolist():
                 ticks[container] = 0
             rows, of_parts = part_ticks(self._lowered, lambda op_id: self.own_us[self._place[op_id] - 1], ticks_per_us)
             for op_id, num_ticks in zip(rows.tolist(), of_parts, strict=True):
@@ -225,7 +225,7 @@ class _Works:
 
 def _overlapped(graph: OpGraph) -> dict[int, int]:
     """The overlapped pairs that run as wholes: the second of two computations of a batch, by the first."""
-    first, second = graph.pairs[~takes_turns(graph)[graph.pairs].any(axis=1)].T
+    first, second = graph.pairs[~alternates(graph)[graph.pairs].any(axis=1)].T
     return dict(zip(first.tolist(), second.tolist(), strict=True))
 
 

@@ -18,7 +18,7 @@ channel model: which operations share a FIFO, which block the host. An operation
   spin, and while an exchange of an overlapped pair with parts is under way, from the start of its last member.
 
 The collectives inside a computation follow it in its program, and so do its
-parts if it takes turns. The computation ends with the last of them.
+parts if it alternates. The computation ends with the last of them.
 
 The model never chooses between two possible events, so all times follow from
 the graph alone. The k-th send of a channel matches its k-th receive. The model

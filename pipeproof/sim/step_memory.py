@@ -2,7 +2,7 @@
 
 - Weights, their gradients, optimizer states, the user's overhead and the slots
   of messages are held for the whole step.
-- Whole gradients of which a rank keeps shards are held from the start of a B or W to the end of the sums behind it,
+- If a rank keeps shards, whole gradients are held from the start of a B or W to the end of the sums behind it,
   whole weights from the start of their gathers to the end of the RESHARD.
 - Activations are held from the start of F for the lifetimes of
   ``stages.describe.stage_memory``.

@@ -62,14 +62,14 @@ class MemorySpec(Section):
     )
     shard_gradients: Literal["none", "dp"] = Field(
         default="none",
-        description="Whether each of the dp ranks also keeps only a shard of the gradients (stage 2): those of a stage "
-        "are reduce-scattered after each micro-batch's B or W and added to the rank's shards. It needs "
+        description="Whether each of the dp ranks also keeps only a shard of the gradients (stage 2): the gradients of "
+        "a stage are reduce-scattered after each micro-batch's B or W and added to the rank's shards. It needs "
         "`shard_optimizer: dp`.",
     )
     shard_weights: Literal["none", "dp"] = Field(
         default="none",
-        description="Whether each of the dp ranks also keeps only a shard of the weights (stage 3): those of a stage "
-        "are gathered before each F, B, I and W, and released after it. It needs `shard_gradients: dp`.",
+        description="Whether each of the dp ranks also keeps only a shard of the weights (stage 3): the weights of a "
+        "stage are gathered before each F, B, I and W, and released after it. It needs `shard_gradients: dp`.",
     )
     optimizer_ranks: Literal["dp", "replicas"] = Field(
         default="dp",

@@ -258,7 +258,7 @@ _KINDS_WITH_PAIRS = (*GENERATED_WITH_PAIRS, "file", "custom")
 def check_overlap(plan: PlanSections) -> Iterator[Problem]:
     """PP106: an overlap needs pairs with all-to-alls to hide, known parts, and no second time of them."""
     schedule, path = plan.schedule, ("schedule", "overlap")
-    if schedule.turns is None:
+    if schedule.alternation is None:
         yield from _unused_slowdown(plan, "`schedule.overlap` is none")
         return
     if schedule.kind not in _KINDS_WITH_PAIRS:
@@ -291,19 +291,19 @@ def _conflicts(plan: PlanSections) -> Iterator[tuple[KeyPath, str, str, str]]:
     """(key, value, reason, fix) of each key whose value does not go together with an overlap."""
     memory, cost = plan.memory, plan.cost
     if memory.recompute == "full":
-        why = "a backward would run whole forwards, with all-to-alls of their own, in its turns"
+        why = "a backward would run whole forwards, with all-to-alls of their own, in its segments"
         yield ("memory", "recompute"), "full", why, "use selective, or remove overlap"
     issuing = ("moe", "mlp", "mla_up_proj") if plan.topology.tp > 1 else ("moe",)
     again = [module for module in memory.recompute_modules if module in issuing]
     if memory.recompute == "selective" and again:
-        why = "a backward would run forwards, with collectives of their own, in its turns"
+        why = "a backward would run forwards, with collectives of their own, in its segments"
         yield ("memory", "recompute_modules"), f"[{again[0]}]", why, f"remove {again[0]}, or overlap"
     if memory.sequence_parallel_activations == "regather":
-        why = "weight gradients would wait for gathers in their turns"
+        why = "weight gradients would wait for gathers in their segments"
         key = "memory", "sequence_parallel_activations"
         yield key, "regather", why, "use keep, or remove overlap"
     if memory.offload_blocks:
-        why = "the copies of a backward would have to end before its first turn"
+        why = "the copies of a backward would have to end before its first segment"
         yield ("memory", "offload_blocks"), str(memory.offload_blocks), why, "remove one of them"
     if cost.overlapped_us is not None:
         why = "the time of a pair follows from its parts"

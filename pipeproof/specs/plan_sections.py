@@ -24,7 +24,7 @@ from pipeproof.specs.cost import CostSource, CostSpec, placeholder_note
 from pipeproof.specs.custom_layers import CustomModelSpec, LayerEdgeSpec
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.schedule import ScheduleSpec, Side
+from pipeproof.specs.schedule import Half, ScheduleSpec
 from pipeproof.specs.section import FROM_LIST, Section, int_only
 from pipeproof.specs.transport import BoundarySpec, BuffersSpec, TransportSpec
 
@@ -348,9 +348,9 @@ class PlanSections(Section):
         return "" if self.has_layer_times else placeholder_note(self.cost.given)
 
     @property
-    def turns(self) -> tuple[Side, ...] | None:
-        """The cycle of turns of overlapped pairs; None if pairs are whole in the graph, as for custom layers."""
-        return None if self.is_custom else self.schedule.turns
+    def alternation(self) -> tuple[Half, ...] | None:
+        """The cycle of halves of overlapped pairs; None if pairs are whole in the graph, as for custom layers."""
+        return None if self.is_custom else self.schedule.alternation
 
     @property
     def gradient_dtype(self) -> str:

@@ -20,13 +20,13 @@ ScheduleName = Literal[
 ]  # fmt: skip
 """A kind of schedule; ``pipeproof.schedule.kinds`` describes each."""
 
-Side = Literal["F", "B", "W"]
+Half = Literal["F", "B", "W"]
 """A part of an overlapped pair: forward, backward, or the weight gradients that the backward deferred."""
 
-PAIRS: tuple[Side, ...] = ("B", "W", "F")
-"""The cycle of turns of ``overlap: pairs``, as in DeepSeek's DualPipe and Megatron-LM's combined 1F1B."""
+PAIRS: tuple[Half, ...] = ("B", "W", "F")
+"""The cycle of halves of ``overlap: pairs``, as in DeepSeek's DualPipe and Megatron-LM's combined 1F1B."""
 
-_SIDES = get_args(Side)
+_HALVES = get_args(Half)
 
 _MAX_STAGE = 2**32
 """Largest number of a stage."""
@@ -81,7 +81,7 @@ StagePlacement = Annotated[
 """``loop``, ``v``, or the stages of each pipeline rank."""
 
 
-def _validate_overlap(value: object) -> Literal["none", "pairs"] | tuple[Side, ...]:
+def _validate_overlap(value: object) -> Literal["none", "pairs"] | tuple[Half, ...]:
     if value == "none" or value == "pairs":  # a comparison with each narrows the type
         return value
     order = value.get("order") if isinstance(value, Mapping) and set(value) == {"order"} else value
@@ -89,15 +89,15 @@ def _validate_overlap(value: object) -> Literal["none", "pairs"] | tuple[Side, .
         code, what = ("PP106" if isinstance(value, str) else "PP105"), "none, pairs or {order: [B, W, F]}"
         message = f"`schedule.overlap` must be {what}, found {describe_value(value)}"
         raise problems_error([Problem(code, (), message)])
-    sides: list[Side] = [side for side in _SIDES if side in order]
-    if sorted(sides) != sorted(map(str, order)) or not {"F", "B"} <= set(sides):
+    halves: list[Half] = [half for half in _HALVES if half in order]
+    if sorted(halves) != sorted(map(str, order)) or not {"F", "B"} <= set(halves):
         message = f"`schedule.overlap.order` must have F and B once each, and W at most once, found {list(order)}"
         raise problems_error([Problem("PP106", (), message, help="write for example [B, W, F]")])
-    return tuple(sorted(sides, key=order.index))
+    return tuple(sorted(halves, key=order.index))
 
 
 Overlap = Annotated[
-    Literal["none", "pairs"] | tuple[Side, ...],
+    Literal["none", "pairs"] | tuple[Half, ...],
     PlainValidator(_validate_overlap),
     PlainSerializer(lambda value: value if isinstance(value, str) else {"order": list(value)}, when_used="json"),
     WithJsonSchema(
@@ -122,7 +122,7 @@ Overlap = Annotated[
         }
     ),
 ]
-"""``none``, ``pairs``, or a cycle of turns."""
+"""``none``, ``pairs``, or a cycle of halves."""
 
 
 class ScheduleSpec(Section):
@@ -218,8 +218,8 @@ class ScheduleSpec(Section):
     )
 
     @property
-    def turns(self) -> tuple[Side, ...] | None:
-        """The cycle of turns of overlapped pairs; None if pairs are whole computations."""
+    def alternation(self) -> tuple[Half, ...] | None:
+        """The cycle of halves of overlapped pairs; None if pairs are whole computations."""
         if self.overlap == "none":
             return None
         return PAIRS if self.overlap == "pairs" else self.overlap

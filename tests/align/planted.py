@@ -26,7 +26,7 @@ from pipeproof.stages.paddle.experts import PaddleExperts
 from pipeproof.stages.paddle.runtime import start_paddle
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.align.recorded_plan import ReferenceRun, record, reference_run
-from tests.align.recorded_run import WrongTurn, plant_wrong_loss_scale
+from tests.align.recorded_run import WrongSegment, plant_wrong_loss_scale
 from tests.cli.commands import invoke
 from tests.plans import subject
 
@@ -79,7 +79,7 @@ def rope_backward(patch: pytest.MonkeyPatch) -> None:
     def rotate(tensor, cos, sin):
         if at.name != f"{LAYER}.attn":
             return turn(tensor, cos, sin)
-        return WrongTurn.apply(tensor, cos.clone(), sin.clone(), turn)
+        return WrongSegment.apply(tensor, cos.clone(), sin.clone(), turn)
 
     patch.setattr(PaddleStage, "_grouped_heads", grouped_heads)
     patch.setattr(functional, "rotate", rotate)

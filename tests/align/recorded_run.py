@@ -100,7 +100,7 @@ class RecordedRun:
         return self.run._micro_batch(rank, step, index)
 
 
-class WrongTurn(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+class WrongSegment(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     """The rotary embedding, with a backward that turns on instead of back."""
 
     @staticmethod
@@ -117,7 +117,7 @@ def plant_wrong_rope_backward(monkeypatch) -> None:
     """Let the stage's rotary embedding have a wrong gradient; its forward stays right."""
     right = functional.rotate
     monkeypatch.setattr(
-        functional, "rotate", lambda heads, cos, sin: WrongTurn.apply(heads, cos.clone(), sin.clone(), right)
+        functional, "rotate", lambda heads, cos, sin: WrongSegment.apply(heads, cos.clone(), sin.clone(), right)
     )
 
 

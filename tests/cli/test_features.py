@@ -110,7 +110,7 @@ def test_every_command_takes_every_feature(name, write):
 
 @pytest.mark.parametrize("kind", ["dualpipe_v", "1f1b"])
 @pytest.mark.parametrize("name", ["experts", "experts by all-gather"])
-def test_every_command_takes_pairs_that_take_turns(kind, name, write):
+def test_every_command_takes_pairs_that_alternate(kind, name, write):
     plan = mixed([name], "ep 2", kind, **ANALYTIC, **WIDE)
     alone, together = (
         figures(write(merged(plan, {"schedule": {"overlap": overlap}}))) for overlap in ("none", "pairs")

@@ -1,4 +1,4 @@
-"""Pairs that take turns: rows, order, data edges, queues, and what is refused."""
+"""Pairs that alternate: rows, order, data edges, queues, and what is refused."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_a_dispatch_is_issued_behind_what_the_other_side_computes(order, around)
     assert rows.index("0F3/1.PART") < place
 
 
-def test_collectives_of_the_other_side_on_the_compute_queue_are_no_end_of_its_turn():
+def test_collectives_of_the_other_half_on_the_compute_queue_do_not_end_its_segment():
     rows = first_pair(graph(topology={"tp": 2}, schedule={**V, "overlap": {"order": ["F", "B"]}}))
     place = rows.index("0F3/3.ALL_TO_ALL:ep")
     assert rows[place - 4 : place + 2] == [

@@ -180,7 +180,7 @@ def test_modules_that_a_plan_cannot_have(memory, model, topology, message):
 
 
 @pytest.mark.parametrize(("module", "tp"), [("moe", 1), ("mlp", 2)])
-def test_pairs_that_take_turns_issue_no_forward_in_a_backward(module, tp):
+def test_pairs_that_alternate_issue_no_forward_in_a_backward(module, tp):
     sections = {"model": {"moe": {**MOE, "dense_layers": 1}}, "topology": {"ep": 2, "tp": tp, "pp": 1}}
     schedule = {"kind": "1f1b", "overlap": "pairs"}
     plan(H, schedule=schedule, memory={"recompute": "selective"}, **sections)

@@ -1,4 +1,4 @@
-"""Runs of overlapped pairs that take turns: bits of the run without overlap, logs in the graph's order, failures."""
+"""Runs of overlapped pairs that alternate: bits of the run without overlap, logs in the graph's order, failures."""
 
 import threading
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
 from tests.plans import subject
 from tests.verify.programs import codes, mutated
-from tests.verify.test_part_order import turns_in_another_order
+from tests.verify.test_part_order import segments_in_another_order
 
 pytestmark = pytest.mark.needs_torch
 
@@ -63,7 +63,7 @@ ORDERS = ["pairs", {"order": ["F", "B"]}, {"order": ["F", "W", "B"]}]
 
 @pytest.mark.parametrize("overlap", ORDERS, ids=["pairs", "F, B", "F, W, B"])
 @pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
-def test_turns_have_the_bits_of_whole_computations(changes, overlap):
+def test_alternating_pairs_have_the_bits_of_whole_computations(changes, overlap):
     from tests.exec.in_memory import require_logged, run_all
 
     plan = plan_of(overlap, **changes)
@@ -71,7 +71,7 @@ def test_turns_have_the_bits_of_whole_computations(changes, overlap):
     outcomes, adapters = run_all(plan)
     require_logged(plan, adapters)
     require_equal(outcomes, run_all(plan_of("none", **changes))[0])
-    assert not any(thread.name.startswith("turns of") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("alternation of") for thread in threading.enumerate())
 
 
 def test_the_log_has_the_times_of_parts_and_of_collectives_that_run_next_to_them():
@@ -88,7 +88,7 @@ def test_the_log_has_the_times_of_parts_and_of_collectives_that_run_next_to_them
     between = [
         entry for entry in log if entry.op.startswith("0B0/") and dispatch.start_ns < entry.start_ns < part.start_ns
     ]
-    assert between, "the backward had its turn while the dispatch was under way"
+    assert between, "the backward ran while the dispatch was under way"
     assert all(entry.start_ns <= entry.end_ns for entry in log)
     assert container.start_ns == container.end_ns <= part.start_ns
 
@@ -121,7 +121,7 @@ def test_the_host_reads_sizes_while_the_other_side_computes(monkeypatch):
 
 
 class RecordedStream:
-    """A side stream that notes the launches on it, and the launches of the other side meanwhile."""
+    """A side stream that notes the launches on it, and the launches of the other half meanwhile."""
 
     def __init__(self, seen):
         self.seen, self.kept = seen, []
@@ -214,14 +214,14 @@ def failing(plan, text):
 def test_a_failure_of_either_side_is_raised_with_the_place_and_ends_both(text):
     error = failing(plan_of(pp=1), text)
     assert any("1F1" in note and "0B0" in note and text in note for note in error.__notes__)
-    assert not any(thread.name.startswith("turns of") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("alternation of") for thread in threading.enumerate())
 
 
 def test_another_order_on_one_rank_is_refused_and_does_not_run():
     from tests.exec.in_memory import run_all
 
     right = subject_of()
-    wrong = mutated(right, turns_in_another_order)
+    wrong = mutated(right, segments_in_another_order)
     assert codes(wrong) == {"PP306"}
     with pytest.raises((AssertionError, RuntimeError)):  # members meet in different collectives
         run_all(wrong.plan)

@@ -1,4 +1,4 @@
-"""Simulation of pairs that take turns: times of parts, both queues, and collectives that slow computations down."""
+"""Simulation of pairs that alternate: times of parts, both queues, and collectives that slow computations down."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -19,7 +19,7 @@ from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, PART_KINDS, OpKind
 from pipeproof.sim.fast_engine import run_fast
-from pipeproof.sim.op_durations import durations_of, takes_turns
+from pipeproof.sim.op_durations import alternates, durations_of
 from pipeproof.sim.simpy_model import EXCHANGE, RECEIVE, SlowedWork, run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
@@ -108,7 +108,7 @@ def test_the_host_goes_on_during_collectives_that_block_the_compute_queue():
     spec = plan(cost=EAGER, topology={"tp": 2}).spec
     one = lower(spec)
     graph, durations = one.graph, durations_of(one)
-    forwards = [i for i in np.flatnonzero(takes_turns(graph)).tolist() if graph.ops[i].kind is OpKind.FORWARD]
+    forwards = [i for i in np.flatnonzero(alternates(graph)).tolist() if graph.ops[i].kind is OpKind.FORWARD]
     assert forwards
     for op_id in forwards:
         stage = graph.ops[op_id].stage
@@ -235,7 +235,7 @@ def test_both_engines_give_the_same_times(p2p, schedule, topology, seed, dispatc
     one = lowered({**TIMES, "p2p": p2p}, moe={**MOE, "dispatcher": dispatcher}, schedule=schedule, topology=topology)
     durations = durations_of(one)
     drawn = np.random.default_rng(seed).integers(0, 10, one.graph.num_ops).tolist()
-    for op_id in np.flatnonzero(takes_turns(one.graph)).tolist():
+    for op_id in np.flatnonzero(alternates(one.graph)).tolist():
         drawn[op_id] = 0
     by_group = {}
     for op_id in range(one.graph.num_ops):  # the members of a collective take the same time

@@ -128,9 +128,9 @@ def generic():
 
 def test_rotary_uses_each_half_of_its_tables(generic):
     x, cos, sin = generic(5, 6), generic(5, 6), generic(5, 6)
-    half_turned = np.concatenate([-x[:, 3:], x[:, :3]], axis=1)
+    half_rotated = np.concatenate([-x[:, 3:], x[:, :3]], axis=1)
     turned = rotate(*[paddle.to_tensor(value) for value in (x, cos, sin)]).numpy()
-    np.testing.assert_allclose(turned, x * cos + half_turned * sin, rtol=1e-14)
+    np.testing.assert_allclose(turned, x * cos + half_rotated * sin, rtol=1e-14)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

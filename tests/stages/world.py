@@ -1,4 +1,4 @@
-"""All ranks of a mesh in one process, for tests: stages in threads that take turns, and collectives in memory."""
+"""All ranks of a mesh in one process, for tests: stages in threads that alternate, and collectives in memory."""
 
 import itertools
 import math

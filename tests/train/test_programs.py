@@ -72,7 +72,7 @@ def test_no_thread_of_gloo_is_left_when_the_script_destroys_its_groups(tmp_path)
 
 
 @pytest.mark.slow  # two processes start PyTorch
-def test_pairs_that_take_turns_at_overlap_points_have_the_bits_of_whole_ones():
+def test_pairs_that_alternate_at_overlap_points_have_the_bits_of_whole_ones():
     run("overlap_points.py", 2, timeout=120)
 
 

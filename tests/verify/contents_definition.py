@@ -2,7 +2,7 @@
 
 A program is right if every send, forward, backward and optimizer step finds
 the same values as in the program without names, whose tensors are where their
-kinds say. Ranks take turns; a receive waits for its message.
+kinds say. Ranks alternate; a receive waits for its message.
 """
 
 from collections import defaultdict

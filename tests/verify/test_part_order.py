@@ -1,4 +1,4 @@
-"""Computations that take turns: right plans pass, and each mutant is found by one rule."""
+"""Computations that alternate: right plans pass, and each mutant is found by one rule."""
 
 import pytest
 
@@ -33,11 +33,11 @@ def move(rows, text, *, before):
     ],
     ids=["pairs", "order", "dualpipe"],
 )
-def test_plans_that_take_turns_are_proved(moe, topology, schedule):
+def test_plans_that_alternate_are_proved(moe, topology, schedule):
     assert errors(of_plan(moe=moe, topology=topology, schedule=schedule)) == []
 
 
-def turns_in_another_order(ranks):
+def segments_in_another_order(ranks):
     """The first turn of F comes before the first one of B on rank 0, and not on the other ranks of its group."""
     rows = ranks[0]
     last = "0F3/1.ALL_TO_ALL:ep"
@@ -58,7 +58,7 @@ def dispatch_behind_the_exchange(ranks):
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (turns_in_another_order, "PP306"),
+        (segments_in_another_order, "PP306"),
         (dispatch_behind_the_exchange, "PP306"),
         (lambda ranks: move(ranks[0], "0F3/1.ALL_TO_ALL:ep", before="0F3/1.PART"), "PP145"),
         (lambda ranks: swap(ranks[0], "0F3/1.PART", "0F3/0.ALL_TO_ALL:ep"), "PP145"),
@@ -95,7 +95,7 @@ def test_a_dispatch_at_once_on_one_member_is_right():
 def test_another_order_of_turns_on_all_members_is_right():
     def all_ranks(ranks):
         for rank in (0, 1):
-            turns_in_another_order({0: ranks[rank]})
+            segments_in_another_order({0: ranks[rank]})
 
     assert codes(mutated(of_plan(), all_ranks)) == set()
 

@@ -41,8 +41,8 @@ def with_a_stranger_s_forward():
     return one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
 
 
-def taking_turns():
-    """A plan whose overlapped pairs take turns at the exchanges of experts."""
+def alternating():
+    """A plan whose overlapped pairs alternate at the exchanges of experts."""
     return subject(
         model={"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 16}},
         topology={"pp": 2, "ep": 2},
@@ -52,7 +52,7 @@ def taking_turns():
 
 def sent_too_early():
     """Such a plan; the first rank sends the output of its first pair before the last part of the forward."""
-    one = taking_turns()
+    one = alternating()
     rows = one.graph.rows()
     ops = [str(row.op) for row in rows[0]]
     rows[0].insert(ops.index("0F3/3.PART"), rows[0].pop(ops.index("0SEND_F3")))
@@ -308,8 +308,8 @@ CASES = (
     ),
     Case(
         "PP145",
-        "a forward that takes turns with a backward sends its output before its last part",
-        taking_turns,
+        "a forward that alternates with a backward sends its output before its last part",
+        alternating,
         sent_too_early,
         kills=("PP145",),
     ),

@@ -120,7 +120,7 @@ def _pipeproof(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 def losses_of(record: Path) -> str:
-    """Return a log of the losses of each rank's micro-batches, main and MTP in turns, in PaddleFleet's form.
+    """Return a log of the losses of each rank's micro-batches, main and MTP alternately, in PaddleFleet's form.
 
     The head's output of a micro-batch is its addends to the losses. The record must have values.
     """

@@ -265,8 +265,8 @@ class Bounds:
                 overlaps = overlap != "none"
                 request = Request(pp, num, vpp, variant=variant, placement=placement, overlaps=overlaps)
                 schedule = SCHEDULE_KINDS[kind].generate(request)
-                has_turns = any(schedule.pairs) or not overlaps  # too few micro-batches have no pairs
-                self._programs[key] = schedule.programs if has_turns else None
+                has_pairs = any(schedule.pairs) or not overlaps  # too few micro-batches have no pairs
+                self._programs[key] = schedule.programs if has_pairs else None
             except UnfitSizesError:
                 self._programs[key] = None
         return self._programs[key]

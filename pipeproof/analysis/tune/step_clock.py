@@ -79,7 +79,7 @@ def asap_clock(schedule: Schedule, spec: PlanSpec) -> Clock:
         ValueError: it cannot finish.
     """
     costs = stage_costs(spec)
-    if spec.turns is not None:
+    if spec.alternation is not None:
         backward = min(map(add, costs.backward_input, costs.backward_weight))
         costs = replace(costs, overlapped=tuple(max(time, backward) for time in costs.forward))
     rows = [costs.forward, costs.backward_input, costs.backward_weight, costs.overlapped or (), (costs.latency,)]
@@ -99,8 +99,8 @@ def clock_of(lowered: LoweredPlan) -> Clock:
         ValueError: it cannot finish.
     """
     slows = bool(lowered.spec.cost.recv_slowdown) and any(lowered.receives)
-    takes_turns = lowered.spec.turns is not None
-    if lowered.spec.cost.p2p == "async" and not slows and not takes_turns:
+    alternates = lowered.spec.alternation is not None
+    if lowered.spec.cost.p2p == "async" and not slows and not alternates:
         return asap_clock(lowered.schedule, lowered.spec)
     return simulated_clock(lowered)
 
@@ -116,7 +116,7 @@ def simulated_clock(lowered: LoweredPlan) -> Clock:
         SimulationError: it cannot finish.
         BadPlanError: the backend is not simulated.
     """
-    links = None if lowered.spec.turns is None else lowered.links
+    links = None if lowered.spec.alternation is None else lowered.links
     timeline = simulate(replace(lowered, links=links)).timeline
     latency = lowered.spec.cost.p2p_latency_us
     computations = [

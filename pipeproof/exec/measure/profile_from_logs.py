@@ -120,7 +120,7 @@ class _MeasuredStep:
             for op_id in op_ids:
                 op = self._graph.ops[op_id]
                 if op in parts:
-                    for kind, whole in _in_turns(op.kind, parts[op]):
+                    for kind, whole in _alternately(op.kind, parts[op]):
                         yield op.stage, kind, whole, whole
                 elif op.kind in _TIMED:
                     for kind, whole, children in _parts(op.kind, self._entries[op_id], inside[str(op)]):
@@ -195,7 +195,7 @@ def _parts(
         yield OpKind.BACKWARD_WEIGHT, entry.end_ns - entry.split_ns, after
 
 
-def _in_turns(kind: OpKind, parts: Mapping[OpKind, int]) -> Iterator[tuple[OpKind, int]]:
+def _alternately(kind: OpKind, parts: Mapping[OpKind, int]) -> Iterator[tuple[OpKind, int]]:
     """Yield the nanoseconds of a computation of an overlapped pair by its parts, and of both parts of a backward.
 
     They contain the slowdown by the other computation's collectives.

@@ -31,7 +31,7 @@ from pipeproof.exec.rank.gpt_stage import adds_by_block
 from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.exec.rank.machine import Begin, Finished, Instruction, ProtocolError, RankMachine
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
-from pipeproof.exec.rank.overlapped_pair import OverlappedPair, OverlapTurns, PairTurns, overlapped_pairs, whole_pairs
+from pipeproof.exec.rank.overlapped_pair import Alternation, OverlappedPair, PairSegments, overlapped_pairs, whole_pairs
 from pipeproof.exec.rank.step_end import RankRouters, StepEnd
 from pipeproof.exec.rank.transfers import RankTransfers, WorkItemTensors
 from pipeproof.schedule.columns import work_item_of
@@ -67,7 +67,7 @@ class RankAdapter:
         make_step_end: Callable[..., StepEnd] = StepEnd,
         *,
         frees_sends: bool = False,
-        overlap_points: Callable[[OverlapTurns], AbstractContextManager[object]] | None = None,
+        overlap_points: Callable[[Alternation], AbstractContextManager[object]] | None = None,
         annotate: Callable[[], Annotate | None] = lambda: None,
     ) -> None:
         self.rank, self._keeps_log, self._annotate = rank, True, annotate
@@ -208,7 +208,7 @@ class RankAdapter:
             self.transfers.post(op_id)
             return
         if op_id in self._pairs:
-            self._take_turns(self._pairs[op_id])
+            self._alternate(self._pairs[op_id])
             return
         if op_id in self._paired:  # it ran with the first computation of its pair
             return
@@ -288,7 +288,7 @@ class RankAdapter:
             cached = self._used_over[axis, stage, weight] = self._collectives[axis, ranks]
         return cached
 
-    def _take_turns(self, pair: OverlappedPair) -> None:
+    def _alternate(self, pair: OverlappedPair) -> None:
         framework = cast(ThreadedFramework, self._framework)  # executor_support refuses the others
         forward, backward = (self._plan.graph.ops[op_id] for op_id in (pair.forward, pair.backward))
 
@@ -300,16 +300,16 @@ class RankAdapter:
                 cast(DeferringStage, self._stages[backward.stage]).accumulate_deferred()
 
         self._step_end.before_backward(backward.stage)
-        sides = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
+        halves = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
         if self._overlap_points is None:
             side_stream = cast(OverlappingFramework, self._framework).side_stream
-            turns = PairTurns(pair, self, add_weights, side_stream)
-            with self._children.issued_by(turns):
-                turns.run(*sides, framework.as_this_thread())
+            segments = PairSegments(pair, self, add_weights, side_stream)
+            with self._children.issued_by(segments):
+                segments.run(*halves, framework.as_this_thread())
         else:
-            at_overlap_points = OverlapTurns(pair, self)
+            at_overlap_points = Alternation(pair, self)
             with self._overlap_points(at_overlap_points):
-                at_overlap_points.run(*sides, framework.as_this_thread())
+                at_overlap_points.run(*halves, framework.as_this_thread())
         if backward.kind is OpKind.BACKWARD:
             self._backward_weight(backward)
 

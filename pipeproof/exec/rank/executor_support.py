@@ -84,7 +84,7 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
     yield from _transport_refusals(spec)
     if spec.topology.cp > 1:
         yield from _context_parallel_refusals(spec)
-    if spec.schedule.turns is not None and spec.run.backend != "torch":
+    if spec.schedule.alternation is not None and spec.run.backend != "torch":
         yield ("schedule", "overlap"), "the plan has schedule.overlap and backend paddle, whose collectives all block"
     for key in ("nodes_per_token", "dispatch_dtype"):
         if getattr(spec.model.moe, key, None) is not None:
@@ -134,7 +134,7 @@ def _rehearsal_refusals(spec: PlanSpec) -> Iterator[Refusal]:
         yield ("transport", "messages"), "the plan has packed messages and is rehearsed"
     if any(edge.route == "direct" for edge in spec.edges):
         yield ("edges",), "the plan has direct edges and is rehearsed"
-    if spec.schedule.turns is not None:
+    if spec.schedule.alternation is not None:
         yield ("schedule", "overlap"), "the plan is rehearsed with schedule.overlap"
     if spec.run.backend == "paddle" and spec.run.device == "gpu":
         for key in ("receive_slots", "send_slots"):

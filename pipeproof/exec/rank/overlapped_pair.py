@@ -4,7 +4,7 @@ The forward runs in the rank's thread and the backward in a helper thread. When 
 the next row belongs to the other, it lets the other run, and waits for the collective when it runs again.
 
 Sometimes the host must know the result of a collective before the next one, such as the counts before the tokens. It
-waits while the device computes for the other side: the next collective is issued after the other's part. It does not
+waits while the device computes for the other half: the next collective is issued after the other's part. It does not
 wait for that part, because the result is read, and the next collective begun, on a side stream.
 """
 
@@ -42,8 +42,8 @@ JOIN_S = 10.0
 """Time that an abandoned helper has to end. Only a helper that hangs in communication needs longer; it is a daemon."""
 
 
-class TurnsEndedError(RuntimeError):
-    """The other computation failed, so this one does not get its turn again."""
+class AlternationEndedError(RuntimeError):
+    """The other computation failed, so this one does not get control again."""
 
 
 class Helper:
@@ -55,15 +55,15 @@ class Helper:
     def __init__(self, name: str, work: Callable[[], None], set_up: Callable[[], None]) -> None:
         self._work, self._set_up = work, set_up
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._turn, self._back = threading.Lock(), threading.Lock()  # each is released to hand the turn over
-        self._turn.acquire()
+        self._control, self._back = threading.Lock(), threading.Lock()  # each is released to pass control
+        self._control.acquire()
         self._back.acquire()
         self._is_abandoned = False
         self._error: BaseException | None = None
         self.has_ended = False
 
     def resume(self) -> None:
-        """Let the work run until it gives the turn back or ends; call this in the rank's thread.
+        """Let the work run until it passes control back or ends; call this in the rank's thread.
 
         Raises:
             BaseException: the work's own error.
@@ -71,7 +71,7 @@ class Helper:
         if self._thread.ident is None:
             self._thread.start()
         else:
-            self._turn.release()
+            self._control.release()
         self._back.acquire()
         if self.has_ended:
             self._thread.join()
@@ -79,23 +79,23 @@ class Helper:
                 raise self._error
 
     def give_back(self) -> None:
-        """Give the turn back and wait for the next one; call this inside the work, also in another of its threads.
+        """Pass control back and wait for the next one; call this inside the work, also in another of its threads.
 
         Raises:
-            TurnsEndedError: there is no next turn.
+            AlternationEndedError: the pair has ended.
         """
         if not self._is_abandoned:
             self._back.release()
-            self._turn.acquire()
+            self._control.acquire()
         if self._is_abandoned:
-            raise TurnsEndedError("the other computation of the pair has failed")
+            raise AlternationEndedError("the other computation of the pair has failed")
 
     def close(self) -> None:
         """End the thread, in which ``give_back`` raises an error if the work has not ended."""
         if self._thread.ident is None or self.has_ended:
             return
         self._is_abandoned = True
-        self._turn.release()
+        self._control.release()
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
@@ -172,7 +172,7 @@ class Host(ChildHost, Protocol):
         """Return the time on its log's clock at which ``block`` ends; 0 if only a waiting caller knows it."""
 
 
-class PairTurns:
+class PairSegments:
     """One execution of a pair by its rows; a ``child_collectives.Issuer`` of the collectives of both computations.
 
     ``weights`` adds the weight gradients that the backward has deferred.
@@ -205,33 +205,31 @@ class PairTurns:
             host.enter(op_id)
             entry = host.begin_entry(HOST_QUEUE, text)
             entry.end_ns = entry.start_ns  # its parts take the time, as in a simulation
-        name = f"turns of {self._text(pair.backward)}"
+        name = f"alternation of {self._text(pair.backward)}"
         self._helper = Helper(name, lambda: self._run(pair.backward, backward), set_up)
         try:
-            self._take_turns(forward)
+            self._alternate(forward)
         except Exception as error:
             row_text = pair.rows[self._at].text if self._at < len(pair.rows) else "its end"
             texts = " and ".join(text for _, text in pair.containers)
-            error.add_note(
-                f"{texts} take turns; the turn is {self._text(self._owner)}'s, and the pair is at {row_text}"
-            )
+            error.add_note(f"{texts} alternate; control is {self._text(self._owner)}'s, and the pair is at {row_text}")
             raise
         finally:
             self._helper.close()
 
     def issue(self, calls: Sequence[Call]) -> list[Tensor]:
-        """Issue collectives of the computation that has the turn, one after the other; return their results."""
+        """Issue collectives of the computation that has control, one after the other; return their results."""
         owner = self._owner
         issued = []
         for call in calls:
             issued.append(self._begin(call))
-            self._pass_turn(owner)
+            self._pass_control(owner)
         results = [self._wait(one) for one in issued]
         self._begin_part()
         return results
 
     def announce(self, call: Call, use: Callable[[Tensor], Used]) -> Callable[[], Used]:
-        """Issue a collective of the computation that has the turn; return a function that gives ``use`` of its result.
+        """Issue a collective of the computation that has control; return a function that gives ``use`` of its result.
 
         The other computation runs before that. Everything that the next collective sends is launched earlier.
         """
@@ -241,7 +239,7 @@ class PairTurns:
         def arrived() -> Used:
             self._end_part()
             self._side_stream.follow()
-            self._pass_turn(owner)
+            self._pass_control(owner)
             self._announced = owner
             with self._side_stream.launching():
                 return use(self._wait(issued))
@@ -272,14 +270,14 @@ class PairTurns:
             else:
                 self._helper.resume()
 
-    def _take_turns(self, forward: Callable[[], None]) -> None:
+    def _alternate(self, forward: Callable[[], None]) -> None:
         self._others()
         self._run(self._pair.forward, forward)
         self._others()
         if left := {self._pair.forward, self._pair.backward} - self._ended:
             raise ProtocolError(f"all rows of the pair have run, and {self._text(min(left))} has not ended")
 
-    def _pass_turn(self, owner: int) -> None:
+    def _pass_control(self, owner: int) -> None:
         """Let others execute their rows until the next row is the owner's."""
         if self._is_at(owner):
             return
@@ -299,7 +297,7 @@ class PairTurns:
         return self._pair.rows[self._at] if self._at < len(self._pair.rows) else None
 
     def _begin_part(self, kind: OpKind = OpKind.PART) -> None:
-        """Begin the next row if it is a part of this kind of the computation that has the turn."""
+        """Begin the next row if it is a part of this kind of the computation that has control."""
         rows = self._pair.rows
         if self._at < len(rows) and rows[self._at].owner == self._owner and rows[self._at].op.kind is kind:
             self._host.enter(rows[self._at].op_id)
@@ -319,7 +317,7 @@ class PairTurns:
         self._end_part()
         host, row = self._host, self._next()
         if row is not None and row.owner != self._owner and row.op.kind not in PART_KINDS:
-            self._pass_turn(self._owner)
+            self._pass_control(self._owner)
             row = self._next()
         if row is None or row.owner != self._owner or (row.op.kind, row.op.axis) != (call.kind, call.axis):
             expected = "nothing more" if row is None else row.text
@@ -356,13 +354,13 @@ class PairTurns:
         return dict(self._pair.containers).get(op_id, "neither")
 
 
-class OverlapTurns:
-    """One execution of a pair without rows: its sides alternate at their overlap points, the backward first."""
+class Alternation:
+    """One execution of a pair without rows: its halves alternate at their overlap points, the backward first."""
 
     def __init__(self, pair: OverlappedPair, host: Host) -> None:
         self._pair, self._host = pair, host
         self.is_backward = True
-        """True while the backward has the turn."""
+        """True while the backward has control."""
         self.has_forward_ended_first = False
 
     def run(
@@ -387,7 +385,7 @@ class OverlapTurns:
             entries[pair.backward].end_ns = host.now()
 
         texts = " and ".join(text for _, text in pair.containers)
-        self._helper = Helper(f"turns of {dict(pair.containers)[pair.backward]}", run_backward, set_up)
+        self._helper = Helper(f"alternation of {dict(pair.containers)[pair.backward]}", run_backward, set_up)
         try:
             self._resume()
             forward()
@@ -396,12 +394,12 @@ class OverlapTurns:
             while not self._helper.has_ended:
                 self._resume()
         except Exception as error:
-            error.add_note(f"{texts} take turns at their overlap points")
+            error.add_note(f"{texts} alternate at their overlap points")
             raise
         finally:
             self._helper.close()
 
-    def pass_turn(self) -> None:
+    def pass_control(self) -> None:
         """Let the other computation run up to its next overlap point or its end."""
         if self.is_backward:
             self._helper.give_back()

@@ -113,7 +113,7 @@ class StepEnd:
             optimizer.put_whole(name, self._children.gathered(str(op.axis), optimizer.to_gather(name)))
 
     def release(self, op: Op) -> None:
-        """Drop the whole weights of a stage, of which the rank keeps shards."""
+        """Drop the whole weights of a stage; the rank keeps their shards."""
         self._sharded[op.stage].drop_weights()
 
     def gradients(self) -> dict[str, Array]:

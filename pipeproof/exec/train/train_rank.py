@@ -15,7 +15,7 @@ from pipeproof.exec.rank.adapter import Annotate, RankAdapter, RankProgram
 from pipeproof.exec.rank.executor_support import factors_not_executed
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
-from pipeproof.exec.rank.overlapped_pair import OverlapTurns
+from pipeproof.exec.rank.overlapped_pair import Alternation
 from pipeproof.exec.rank.stall_watch import op_facts
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.exec.store.agreement import Agreement
@@ -99,7 +99,7 @@ def require_supported(spec: PlanSpec) -> None:
         (spec.run.replay, "run.replay", "PyTorch's Pipeline has replay=True"),
         (bool(spec.edges) and not is_torch, "edges", "PyTorch's Pipeline passes tensors on"),
         (
-            spec.schedule.turns is not None and not is_torch,
+            spec.schedule.alternation is not None and not is_torch,
             "schedule.overlap",
             "Paddle's collectives all block",
         ),
@@ -178,7 +178,7 @@ class TrainRank(RankProgram):
         clock: Clock | None = None,
         *,
         is_proved: bool,
-        overlap_points: Callable[[OverlapTurns], AbstractContextManager[object]] | None = None,
+        overlap_points: Callable[[Alternation], AbstractContextManager[object]] | None = None,
         annotate: Callable[[], Annotate | None] = lambda: None,
         ring: PlanRing | None = None,
     ) -> None:

@@ -200,7 +200,7 @@ class _RankSums:
             next(one for one in self.gradients[name] if work_item in one).put(work_item, shards)
 
     def total(self, name: str, number: int) -> Shards:
-        """The sum of a weight's gradients over all micro-batches, in the given order, or that of the n-th of them."""
+        """The ``number``-th sum of a weight's gradients: over all micro-batches, or over one of them."""
         if name not in self.tied:
             return self.gradients[name][number].total()
         holders = [[self.gradients[use][number].totals()[copy] for use, copy in uses] for uses in self.tied[name]]

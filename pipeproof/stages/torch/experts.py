@@ -263,7 +263,7 @@ class TorchBalance(Balance):
     def _losses_of(self, logits: Tensor) -> tuple[Mapping[str, Tensor], Tensor | None]:
         """Implement ``Balance._losses_of``, without autograd.
 
-        Its thread of a GPU may hold a backward that has given the turn to the forward which asks for this.
+        Its thread of a GPU may hold a backward that has passed control to the forward which asks for this.
         """
         assert self._moe is not None
         outputs = OPS.widened(logits.detach())

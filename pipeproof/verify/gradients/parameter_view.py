@@ -50,8 +50,8 @@ class MoveKind(Enum):
 class Move:
     """One move. ``axis`` of a reduction names the line of the grid that its group is, None for any other ``group``.
 
-    A reduction without a ``group`` is over the whole line. One with a ``position`` sums what the micro-batch of that
-    place among those of the step has added, one without it the whole gradient.
+    A reduction without a ``group`` is over the whole line. One with a ``position`` sums the contribution of the
+    micro-batch at that position in the step, one without it the whole gradient.
     """
 
     kind: MoveKind
@@ -82,7 +82,7 @@ class View:
         return [i for i, move in enumerate(self.moves) if move.kind in kinds]
 
     def sums(self, move: Move, addend: int) -> bool:
-        """Return True if a reduction sums an addend: any one, or those of its micro-batch."""
+        """Return True if a reduction sums an addend: any addend, or an addend of its micro-batch."""
         return move.position == NONE or (move.position != _STRANGER and bool(self.counts[addend][move.position]))
 
 
@@ -261,7 +261,7 @@ class Reader:
                     yield p, Move(MoveKind.REDUCE, NONE, factor if i == 0 else ONE, one, NONE, how == _AVG, place)
 
     def _position(self, op: int) -> int:
-        """The place of a REDUCE_GRAD's micro-batch among those of the step; ``NONE`` if it sums the whole gradient."""
+        """The position of a REDUCE_GRAD's micro-batch in the step; ``NONE`` if it sums the whole gradient."""
         graph = self.model.graph
         if graph.work_item[op] == NONE or _REDUCE not in (graph.kind[op], graph.target_kind[op]):
             return NONE

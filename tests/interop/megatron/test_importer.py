@@ -617,13 +617,13 @@ def test_overlapped_all_to_alls(tmp_path):
     made = imported(tmp_path, text)
     assert made.plan["schedule"]["overlap"] == "pairs"
     assert errors(made) == []
-    assert any("turns of their own" in setting.why for setting in made.ignored)
+    assert any("segments of their own" in setting.why for setting in made.ignored)
     split = imported(tmp_path, f"{text} --tensor-model-parallel-size 2 --sequence-parallel", world_size=8)
     assert "sequence_parallel_activations" not in split.plan["memory"]
     assert any("gathers them again" in setting.why for setting in split.ignored)
     assert errors(split) == []
     delayed = imported(tmp_path, f"{text} --delay-wgrad-compute")
-    assert not any("turns of their own" in setting.why for setting in delayed.ignored)
+    assert not any("segments of their own" in setting.why for setting in delayed.ignored)
 
 
 def test_a_stage_of_one_prediction_module_sends_shapes(tmp_path):

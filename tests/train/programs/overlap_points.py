@@ -1,4 +1,4 @@
-"""Two processes with experts of a script's own, exchanged between them: pairs that take turns at overlap points."""
+"""Two processes with experts of a script's own, exchanged between them: pairs that alternate at overlap points."""
 
 import copy
 import threading

@@ -764,7 +764,7 @@ def _named(prefix: str, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _run_stages(stages: Sequence[TransformersStage], inputs: _Inputs, *batches: Mapping[str, Any]) -> list[Any]:
-    """The results of batches that run in turns, as in a pipeline: blocks may then read values of another batch."""
+    """The results of batches that run alternately, as in a pipeline: blocks may then read values of another batch."""
     values = [stages[0](**batch) for batch in batches]
     for stage in stages[1:]:
         for number, batch in enumerate(batches):

@@ -2,11 +2,11 @@
 
 On a GPU both computations launch on the stream of the step, and the collectives of the script run on the streams of
 their groups. The forward runs in the rank's thread. Autograd runs the backward in its own thread for the GPU, which is
-blocked while the forward has its turn; a ``wait`` there makes the stream of the step wait, as it does in the forward.
-So the work that one side launches between ``async_op=True`` and ``wait`` of the other runs next to the collective, in a
+blocked while the forward has control; a ``wait`` there makes the stream of the step wait, as it does in the forward.
+So the work that one half launches between ``async_op=True`` and ``wait`` of the other runs next to the collective, in a
 captured step too.
 
-A recomputed forward runs inside of the backward with random numbers of its own. So each side has its own state of
+A recomputed forward runs inside of the backward with random numbers of its own. So each half has its own state of
 PyTorch's default generators; the forward has the script's state.
 """
 
@@ -18,11 +18,11 @@ from typing import Protocol
 
 import torch
 
-from pipeproof.exec.rank.overlapped_pair import OverlapTurns
+from pipeproof.exec.rank.overlapped_pair import Alternation
 
 
 class Work(Protocol):
-    """A collective of ``torch.distributed`` with ``async_op=True``, or anything else that a side waits for."""
+    """A collective of ``torch.distributed`` with ``async_op=True``, or anything else that a half waits for."""
 
     def wait(self) -> object:
         """Block the host until it has ended; on a GPU block the current stream instead."""
@@ -34,14 +34,14 @@ def overlap_point(work: Work) -> None:
     Outside of a pair it only waits. Modules call it in their forward, and in the backward of their autograd functions.
     """
     if _running:
-        _running[-1].pass_turn()
+        _running[-1].pass_control()
     work.wait()
 
 
 @contextmanager
-def at_overlap_points(turns: OverlapTurns) -> Iterator[None]:
-    """Within the context ``overlap_point`` passes the turn by ``turns``."""
-    pair = _Pair(turns)
+def at_overlap_points(alternation: Alternation) -> Iterator[None]:
+    """Within the context ``overlap_point`` passes control by ``alternation``."""
+    pair = _Pair(alternation)
     _running.append(pair)
     try:
         yield
@@ -53,23 +53,23 @@ def at_overlap_points(turns: OverlapTurns) -> Iterator[None]:
 class _Pair:
     """A pair that runs, and the state of the generators that its forward has while the backward runs."""
 
-    def __init__(self, turns: OverlapTurns) -> None:
-        self._turns, self._of_forward = turns, _Generators()
+    def __init__(self, alternation: Alternation) -> None:
+        self._alternation, self._of_forward = alternation, _Generators()
 
-    def pass_turn(self) -> None:
-        """Let the other side run, with its own state of the generators."""
+    def pass_control(self) -> None:
+        """Let the other half run, with its own state of the generators."""
         own = _Generators()
-        is_backward = self._turns.is_backward
+        is_backward = self._alternation.is_backward
         if is_backward:
             self._of_forward.restore()
-        self._turns.pass_turn()
+        self._alternation.pass_control()
         if is_backward:
             self._of_forward = _Generators()
         own.restore()
 
     def end(self) -> None:
         """Continue with the state of the forward, after which the backward may have run."""
-        if self._turns.has_forward_ended_first:
+        if self._alternation.has_forward_ended_first:
             self._of_forward.restore()
 
 

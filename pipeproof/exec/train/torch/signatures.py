@@ -28,7 +28,7 @@ from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Words
 from pipeproof.exec.train.torch.stage_facts import Examples, varied_sizes
 from pipeproof.exec.train.torch.stage_keywords import AssignedInputs, StepInputs
 from pipeproof.exec.train.torch.stage_values import MicroBatches
-from pipeproof.exec.train.torch.start_phases import Placed, Planned, Ranks, Settings, takes_turns
+from pipeproof.exec.train.torch.start_phases import Placed, Planned, Ranks, Settings, alternates
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
@@ -79,7 +79,7 @@ class Signatures:
         self, ranks: Ranks, settings: Settings, placed: Placed, planned: Planned, plan: TrainedPlan, roll: RollCall,
     ) -> None:  # fmt: skip
         self._ranks, self._placed, self._planned, self._plan, self._roll = ranks, placed, planned, plan, roll
-        self._by_kind = takes_turns(plan, settings) or plan.lowered.has_copies
+        self._by_kind = alternates(plan, settings) or plan.lowered.has_copies
         self._words = Words(has_values=settings.replay)
         examples, schedule = planned.examples, planned.content["schedule"]
         own = [view_of(args, kwargs) for args, kwargs in examples.distinct]

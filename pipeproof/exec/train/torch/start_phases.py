@@ -242,9 +242,7 @@ def prove(ranks: Ranks, settings: Settings, planned: Planned) -> TrainedPlan:
     """
     plan = checked_plan(planned.content, ranks.agreement, "plan", unsafe=settings.unsafe)
     require_supported(plan.lowered.spec)
-    if takes_turns(plan, settings) and not any(
-        whole_pairs(plan.lowered.graph, rank) for rank in range(ranks.num_ranks)
-    ):
+    if alternates(plan, settings) and not any(whole_pairs(plan.lowered.graph, rank) for rank in range(ranks.num_ranks)):
         raise PipelineError(
             "overlap=True, and no computations of the schedule overlap: use kind 1f1b, interleaved, dualpipe or "
             "dualpipe_v, or a file with pairs"
@@ -252,9 +250,9 @@ def prove(ranks: Ranks, settings: Settings, planned: Planned) -> TrainedPlan:
     return plan
 
 
-def takes_turns(plan: TrainedPlan, settings: Settings) -> bool:
+def alternates(plan: TrainedPlan, settings: Settings) -> bool:
     """True if the computations of an overlapped pair alternate at overlap points of their modules."""
-    return plan.lowered.spec.schedule.turns is not None or settings.overlap
+    return plan.lowered.spec.schedule.alternation is not None or settings.overlap
 
 
 def connect(

@@ -34,7 +34,7 @@ from pipeproof.exec.train.torch.roll_call import RollCall
 from pipeproof.exec.train.torch.signatures import Signature, Signatures, digests_of, require_same_digests
 from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
-from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, takes_turns
+from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, alternates
 from pipeproof.exec.train.torch.step_loss import (
     NUM_ITEMS,
     StepLoss,
@@ -67,7 +67,7 @@ class StepRunner:
         self.gradients = RankGradients(self.modules, plan.lowered, ranks.rank, self.device, ranks.script_group)
         self.framework = TorchModules(self.device, self.modules)
         self._missing = MissingGradients(ranks.agreement, plan.lowered.owner)
-        self._replicas, self._takes_turns = placed.replicas, takes_turns(plan, settings)
+        self._replicas, self._alternates = placed.replicas, alternates(plan, settings)
         self.contract = planned.contract
         self._failures = PipelineFailures(ranks.agreement, self.world.abort)
         self._progress = TorchProgress() if self.device.type == "cuda" else None
@@ -100,7 +100,7 @@ class StepRunner:
         return TrainRank(
             lowered, self.ranks.rank, framework, world, self._enter, step_end, clock,
             is_proved=not self.plan.findings,
-            overlap_points=at_overlap_points if self._takes_turns and channels is None else None, annotate=op_ranges,
+            overlap_points=at_overlap_points if self._alternates and channels is None else None, annotate=op_ranges,
             ring=None if channels is not None else self._ring_of(lowered),
         )  # fmt: skip
 

@@ -166,7 +166,7 @@ def _import_expert_overlap(reader: FlagReader) -> None:
         return
     reader.take(_OVERLAP, ("schedule", "overlap"), "pairs")
     if not reader.has(_DELAYED):
-        why = f"weight gradients of a pair have turns of their own, as with {_DELAYED}"
+        why = f"weight gradients of a pair have segments of their own, as with {_DELAYED}"
         reader.draft.ignore(f"no {_DELAYED}", why, reader.location(_OVERLAP))
 
 

@@ -1,10 +1,10 @@
-"""Turns of two computations in two threads: strict hand-over, errors of either side, and no thread that is left."""
+"""Control of two computations in two threads: one runs at a time, errors of either one, and no thread that is left."""
 
 import threading
 
 import pytest
 
-from pipeproof.exec.rank.overlapped_pair import Helper, TurnsEndedError
+from pipeproof.exec.rank.overlapped_pair import AlternationEndedError, Helper
 
 
 def helper_of(work, set_up=lambda: None):
@@ -15,7 +15,7 @@ def has_helper():
     return any(thread.name == "a helper" for thread in threading.enumerate())
 
 
-def test_each_side_runs_only_while_it_has_the_turn():
+def test_each_thread_runs_only_while_it_has_control():
     seen = []
 
     def work():
@@ -35,7 +35,7 @@ def test_each_side_runs_only_while_it_has_the_turn():
     assert not has_helper()
 
 
-def test_another_thread_of_the_work_may_give_the_turn_back():
+def test_another_thread_of_the_work_may_pass_control_back():
     def work():
         thread = threading.Thread(target=helper.give_back)  # as autograd's thread for a device does
         thread.start()
@@ -61,13 +61,13 @@ def test_an_error_of_the_helper_is_raised_in_the_ranks_thread():
     assert not has_helper()
 
 
-def test_an_abandoned_helper_ends_at_the_place_where_it_gave_the_turn_back():
+def test_an_abandoned_helper_ends_at_the_place_where_it_passed_control_back():
     ends = []
 
     def work():
         try:
             helper.give_back()
-        except TurnsEndedError:
+        except AlternationEndedError:
             ends.append("first")
         try:
             helper.give_back()  # an error that was swallowed is raised again
@@ -81,8 +81,8 @@ def test_an_abandoned_helper_ends_at_the_place_where_it_gave_the_turn_back():
     assert not has_helper()
 
 
-def test_a_helper_without_a_turn_has_no_thread():
-    helper = helper_of(lambda: pytest.fail("it has no turn"))
+def test_a_helper_that_never_ran_has_no_thread():
+    helper = helper_of(lambda: pytest.fail("it never runs"))
     helper.close()
     assert not has_helper()
 
