@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
 from pipeproof.diagnostics.problems import grouped
+from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, COMPUTE_KINDS, KIND_CODE, OpKind
 from pipeproof.stages.describe.index_map import NOWHERE, Difference, IndexMap, differences
@@ -300,7 +301,8 @@ class _Gathers:
         lacking: dict[int, list[str]] = {}
         for index, weight in enumerate(plan.weights_of(stage, pp) if pp in plan.holders[stage] else ()):
             of_weight = calls[graph.index[calls] == index]
-            for call in of_weight.tolist():
+            sizes = packed(*(column[of_weight] for column in (graph.axis, graph.group, graph.start, graph.stop)))
+            for call in of_weight[np.unique(sizes, return_index=True)[1]].tolist():  # equal ones are checked once
                 wrong = self._fact(weight, call)
                 if wrong is not None:
                     yield call, wrong, []
