@@ -97,12 +97,12 @@ class _Run:
         self._work = self._before_on_track(self._duration)
         self._calls = np.flatnonzero(graph.is_kind(COLLECTIVE_KINDS) & (graph.group != NONE))
         self._waits, self._awaited = self._waiting_stops()
-        self._meeting, self._num_meetings = self._meetings()
+        self._sync_node, self._num_sync_nodes = self._sync_nodes()
         self._sends = self._messages() if self._rendezvous else np.empty(0, dtype=np.int64)
         self._node_before, self._shift_before = self._last_stops()
 
     def times(self, *, compiled: bool | None) -> Times:
-        edges = self._into_waits(), self._into_meetings(), self._into_messages()
+        edges = self._into_waits(), self._into_sync_nodes(), self._into_messages()
         counts, source, weight = map(np.concatenate, zip(*edges, strict=True))
         value = longest_paths(np.concatenate([[0, 0], np.cumsum(counts)]), source, weight, compiled=compiled)
         if value is None:
@@ -113,7 +113,7 @@ class _Run:
         ends[self._waits] = stopped_until + self._duration[self._waits]
         is_part = self._graph.part_before[self._waits] != NONE
         starts[self._waits[is_part]] = stopped_until[is_part]
-        ends[self._calls] = value[self._meeting] + self._duration[self._calls]
+        ends[self._calls] = value[self._sync_node] + self._duration[self._calls]
         behind, parts = self._calls[self._behind_parts], self._graph.part_before[self._calls[self._behind_parts]]
         starts[behind] = np.maximum(starts[behind], ends[parts])
         self._fill_transfers(starts, ends, value)
@@ -244,7 +244,7 @@ class _Run:
         rows = np.flatnonzero(stops)
         return rows, awaited[rows]
 
-    def _meetings(self) -> tuple[IntColumn, int]:
+    def _sync_nodes(self) -> tuple[IntColumn, int]:
         """(node of each call's collective, number of collectives); their nodes follow the waits' nodes."""
         if not len(self._calls):
             return self._calls, 0
@@ -268,7 +268,7 @@ class _Run:
         stop_row = np.zeros(num_ops + 1, dtype=np.int64)
         waits, calls = self._position[self._waits], self._position[self._calls]
         node[waits + 1] = np.arange(1, 1 + len(waits))
-        node[calls + 1] = self._meeting
+        node[calls + 1] = self._sync_node
         shift[calls + 1] = -self._work[self._calls]
         for rows in (waits, calls):
             stop_row[rows + 1] = rows + 1
@@ -287,7 +287,7 @@ class _Run:
         node, shift = self._arrival(rows)
         own, since = np.zeros((2, self._graph.num_ops), dtype=np.int64)
         own[self._waits], since[self._waits] = np.arange(1, 1 + len(self._waits)), self._work[self._waits]
-        own[self._calls] = self._meeting
+        own[self._calls] = self._sync_node
         has_own = own[rows] > 0
         return np.where(has_own, own[rows], node), np.where(has_own, since[rows], shift) + self._duration[rows]
 
@@ -306,12 +306,12 @@ class _Run:
         weight = np.stack([self._shift_before[rows], since], axis=1)
         return np.full(len(rows), 2), source.ravel(), weight.ravel()
 
-    def _into_meetings(self) -> _Edges:
+    def _into_sync_nodes(self) -> _Edges:
         node, since = self._arrival(self._calls)
         parts, since_parts = self._end(self._graph.part_before[self._calls[self._behind_parts]])
-        meeting = np.concatenate([self._meeting, self._meeting[self._behind_parts]])
-        order = np.argsort(meeting, kind="stable")
-        counts = np.bincount(meeting - 1 - len(self._waits), minlength=self._num_meetings)
+        sync_node = np.concatenate([self._sync_node, self._sync_node[self._behind_parts]])
+        order = np.argsort(sync_node, kind="stable")
+        counts = np.bincount(sync_node - 1 - len(self._waits), minlength=self._num_sync_nodes)
         return counts, np.concatenate([node, parts])[order], np.concatenate([since, since_parts])[order]
 
     @cached_property
@@ -333,7 +333,7 @@ class _Run:
 
     @property
     def _first_message(self) -> int:
-        return 1 + len(self._waits) + self._num_meetings
+        return 1 + len(self._waits) + self._num_sync_nodes
 
     def _follows(self) -> BoolColumn:
         """Mask of the messages that have a predecessor on their channel."""

@@ -32,10 +32,10 @@ def test_without_a_fault_all_is_equal(tmp_path):
     recorded().record(tmp_path)
     found = located(tmp_path, status=0)
     assert found["main"] == {"steps": 2, "equal": 2, "first_difference": None}
-    borders = (
+    boundaries = (
         9 + 8
     )  # embed gives, two layers and norm take and give, head takes and gives; back, but the loss's gradient
-    assert found["tensors"]["compared"] == 2 * (2 * borders + 2 * 7 + 3)
+    assert found["tensors"]["compared"] == 2 * (2 * boundaries + 2 * 7 + 3)
     assert found["tensors"]["equal"] == found["tensors"]["compared"]
     lines = [json.loads(line) for line in (tmp_path / "reference" / "record.jsonl").read_text().splitlines()]
     for line in lines:

@@ -14,7 +14,7 @@ from pipeproof.analysis.align.record_format import AlignmentError, Header, Recor
 from pipeproof.analysis.align.record_map import MapFile, RecordMap, read_map
 from pipeproof.exec.compare.layer_recorder import named_modules
 from pipeproof.exec.compare.run_record import RecordWriter
-from pipeproof.exec.compare.tensor_layouts import Split, layout_of_border, split_layout
+from pipeproof.exec.compare.tensor_layouts import Split, layout_at_boundary, split_layout
 from pipeproof.state.state_codes import AoaError
 from tests.cli.commands import invoke
 from tests.docs.test_schemas import require_fit
@@ -99,13 +99,13 @@ def test_parts_of_gate_and_up_in_one_weight_are_joined_in_pairs(tmp_path):
 
 def test_borders_of_split_linear_layers():
     split = Split(0, 1, 2)
-    assert layout_of_border((3, 4, 5), (5, 8), split, "output") == ((3, 4, 10), (((0, 3), (0, 4), (5, 10)),))
-    assert layout_of_border((3, 4, 8), (5, 8), split, "input") is None
+    assert layout_at_boundary((3, 4, 5), (5, 8), split, "output") == ((3, 4, 10), (((0, 3), (0, 4), (5, 10)),))
+    assert layout_at_boundary((3, 4, 8), (5, 8), split, "input") is None
     by_rows = Split(1, 1, 2)
-    assert layout_of_border((3, 8), (5, 8), by_rows, "input") == ((3, 16), (((0, 3), (8, 16)),))
-    assert layout_of_border((3, 5), (5, 8), by_rows, "output") is None
-    assert layout_of_border((3, 8), (5, 8), split, "output", out_dim=1) is None
-    assert layout_of_border((3, 8), (5, 8), Split(1, 0, 2), "output", out_dim=1)[0] == (3, 16)
+    assert layout_at_boundary((3, 8), (5, 8), by_rows, "input") == ((3, 16), (((0, 3), (8, 16)),))
+    assert layout_at_boundary((3, 5), (5, 8), by_rows, "output") is None
+    assert layout_at_boundary((3, 8), (5, 8), split, "output", out_dim=1) is None
+    assert layout_at_boundary((3, 8), (5, 8), Split(1, 0, 2), "output", out_dim=1)[0] == (3, 16)
 
 
 def test_parts_without_a_layout_are_joined_where_the_other_side_is_longer(tmp_path):

@@ -33,7 +33,7 @@ def aligned(directory, *options):
 @pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_a_recorded_run_has_the_bits_of_one_that_is_not(tmp_path):
-    """Two stages a rank: layers inside stages, and borders between stages of one rank and of two."""
+    """Two stages a rank: layers inside stages, and boundaries between stages of one rank and of two."""
     plan = plan_dict(schedule={"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 2})
     ended = Run(tmp_path / "a", plan, "--record", "out", "--record-layers", "--record-values").end()
     assert ended.status == 0, ended.output
@@ -91,7 +91,7 @@ def test_sequence_splits_and_copies_of_stages_are_recorded_by_name(tmp_path):
 @pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_the_walk_through_of_the_page(tmp_path):
-    """Slices that are taken for wholes are located at the border of two stages, as docs/aligning.md shows it."""
+    """Slices that are taken for wholes are located at the boundary of two stages, as docs/aligning.md shows it."""
     page = (REPOSITORY / "docs" / "aligning.md").read_text()
     commands, shown = re.search(
         r"```console\n(\$ pipeproof run --unsafe .*?)```\n\n```text\n(.*?)```", page, re.DOTALL

@@ -214,7 +214,7 @@ def test_the_loss_of_the_backward_is_the_chosen_one(paddle, pipe):
         (lambda x: ((x, [x]), x), r"inputs\[1\] has 1 entries"),
         (lambda x: (x, "labels"), "labels is str"),
         (lambda x: (x, x[:7]), "labels has 7 rows"),
-        (lambda x: 3, "no iterator"),
+        (lambda x: 3, "not an iterator"),
     ],
 )
 def test_wrong_data_is_named(paddle, data, part):

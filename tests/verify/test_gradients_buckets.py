@@ -46,7 +46,7 @@ NUMELS = [row.stop for row in BASE.graph.rows()[0] if is_part(row)]
         ([sum(NUMELS[:3]), sum(NUMELS[3:5]), sum(NUMELS[5:]) + 8], set()),
         ([sum(NUMELS[:3]), sum(NUMELS[3:]), 8], {"PP613"}),  # one that has nothing left to sum
         ([sum(NUMELS[:3]) + 24, sum(NUMELS[3:]), 8], set()),  # with padding the content is ambiguous
-        ([sum(NUMELS[:3]) - 8, sum(NUMELS[3:]) + 8], set()),  # a border inside of a parameter
+        ([sum(NUMELS[:3]) - 8, sum(NUMELS[3:]) + 8], set()),  # a boundary inside of a parameter
         ([sum(NUMELS[:3]) - 8, sum(NUMELS[3:])], {"PP614"}),
         ([*NUMELS[1:], NUMELS[0]], set()),  # in another order
         ([sum(NUMELS[:-1])], {"PP601"}),

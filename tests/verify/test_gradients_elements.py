@@ -311,14 +311,14 @@ def test_plans_have_no_finding_on_their_gradients(topology, model, schedule, mem
 def test_right_shards_of_any_flat_buffer_are_let_pass_and_moved_borders_found(sizes, ranks, each, named, data):
     total = -(-sum(sizes) // (ranks * each)) * ranks * each  # padded
     share = total // ranks
-    borders = [(k * share, (k + 1) * share) for k in range(ranks)]
+    boundaries = [(k * share, (k + 1) * share) for k in range(ranks)]
     parameters = [ParameterGradient(f"w{i}", (0,), numel=size) for i, size in enumerate(sizes)] if named else []
 
     def cut(ends):
         shards = [f"{start}..{stop}" for start, stop in ends]
         return flat(*((one, [one]) for one in shards), buckets=((0, total),), parameters=parameters)
 
-    assert errors(cut(borders)) == []
+    assert errors(cut(boundaries)) == []
     moved = data.draw(st.integers(1, ranks - 1))
     by = data.draw(st.sampled_from([-1, 1]))
     ends = [0, *itertools.accumulate([share] * ranks)]

@@ -96,7 +96,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One tensor at a layer's border, or (with ``parameter``) one gradient of a weight.
+    """One tensor at a layer's boundary, or (with ``parameter``) one gradient of a weight.
 
     ``md5`` is of the whole, or a ``fast_digest``; empty if only parts have one. In the file of one rank, ``md5``
     and ``norm`` are of all its parts together, and ``time`` is their time, in nanoseconds since 1970.

@@ -150,11 +150,11 @@ class LayerRecorder:
         """A module is called with ``values``; ``is_again`` is True in a backward that recomputes it."""
         micro_batch = self._running[0][1] if self._running else self._count(f"{name} again" if is_again else name)
         self._running.append((name, micro_batch))
-        self._border(name, module, "input", values, is_again=is_again)
+        self._see_boundary(name, module, "input", values, is_again=is_again)
 
     def left(self, name: str, module: Any, values: Any, *, is_again: bool) -> None:
         """The module's call returns ``values``."""
-        self._border(name, module, "output", values, is_again=is_again)
+        self._see_boundary(name, module, "output", values, is_again=is_again)
         self._running.pop()
 
     def scalar_backward(self, loss: Any) -> None:
@@ -194,7 +194,9 @@ class LayerRecorder:
         self._step.calls[name] += 1
         return self._step.calls[name] - 1
 
-    def _border(self, name: str, module: Any, side: Literal["input", "output"], values: Any, *, is_again: bool) -> None:
+    def _see_boundary(
+        self, name: str, module: Any, side: Literal["input", "output"], values: Any, *, is_again: bool
+    ) -> None:
         micro_batch = self._running[0][1]
         for tensor in self._tensors.leaves(values):
             layout = self._tensors.layout_of(tensor, module, side)

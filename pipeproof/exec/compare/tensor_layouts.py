@@ -32,7 +32,7 @@ def _index(local: tuple[int, ...], dim: int, start: int, stop: int) -> Index:
     return tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(local))
 
 
-def layout_of_border(
+def layout_at_boundary(
     local: tuple[int, ...], weight: tuple[int, ...], split: Split, side: Literal["input", "output"], out_dim: int = 0
 ) -> Layout | None:
     """Layout of the split input or output of a linear layer, ``local`` on this rank; None for the whole one.

@@ -375,7 +375,7 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
     entry = next((each for each in entries if _seconds_still(analysis, each, entries) >= slow_s), None)
     if entry is None:
         return _left(analysis, entries, patience_s)
-    ranks = parted(analysis)
+    ranks = diverging_ranks(analysis)
     members = _members(entry)
     return Failure(
         Kind.UNFINISHED, ranks or tuple(sorted(members)),
@@ -439,7 +439,7 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
     """Return the candidates with the most signs that they left the common order; all of them without a difference."""
     ranks = sorted(set(candidates))
     points = dict.fromkeys(ranks, 0)
-    odd = parted(analysis)
+    odd = diverging_ranks(analysis)
     issued = {
         rank: max(analysis.share(entry) for entry in analysis.blocking[rank])
         for rank in ranks
@@ -455,7 +455,7 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
     return tuple(rank for rank in ranks if points[rank] == most)
 
 
-def parted(analysis: Analysis) -> tuple[int, ...]:
+def diverging_ranks(analysis: Analysis) -> tuple[int, ...]:
     """Return the ranks that are not at the line of most ranks at the first divergence; none without such a line."""
     return minority({rank: op.at for rank, op in _first_divergence(analysis).items()})
 
@@ -463,7 +463,7 @@ def parted(analysis: Analysis) -> tuple[int, ...]:
 def reasons_for(analysis: Analysis, ranks: Iterable[int]) -> tuple[str, ...]:
     """Return the reasons for ranks as the cause, in sentences."""
     reasons = []
-    first, odd = _first_divergence(analysis), parted(analysis)
+    first, odd = _first_divergence(analysis), diverging_ranks(analysis)
     for rank in ranks:
         if rank in odd:
             op, other = first[rank], next(first[each] for each in first if each not in odd)

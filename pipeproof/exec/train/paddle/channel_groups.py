@@ -36,7 +36,7 @@ _READY = b"1"
 _CONNECT_S = 60.0
 
 
-class Meeting:
+class Rendezvous:
     """This rank's end of one connection to a peer, on which both ends of a message wait for each other.
 
     Paddle's gloo gives up a message after 30 seconds, and a rank may wait much longer: for a data loader, or for
@@ -69,7 +69,7 @@ class Meeting:
             self._end.shutdown(socket.SHUT_RDWR)
 
 
-def connect_meetings(pairs: Sequence[tuple[int, ...]], agreement: Agreement) -> dict[int, Meeting]:
+def connect_pairs(pairs: Sequence[tuple[int, ...]], agreement: Agreement) -> dict[int, Rendezvous]:
     """Connect the pairs of ranks that have this one, by their position.
 
     Raises:
@@ -89,22 +89,22 @@ def connect_meetings(pairs: Sequence[tuple[int, ...]], agreement: Agreement) -> 
     addresses: Mapping[int, tuple[str, int]] = {
         int(position): (str(host), int(port)) for of_rank in reports for position, (host, port) in of_rank.items()
     }
-    made: dict[int, Meeting] = {}
+    made: dict[int, Rendezvous] = {}
 
     def connect() -> None:
         for position, (first, second) in enumerate(pairs):
             if first == index:
-                made[position] = Meeting(socket.create_connection(addresses[position], timeout=_CONNECT_S), second)
+                made[position] = Rendezvous(socket.create_connection(addresses[position], timeout=_CONNECT_S), second)
         for position, listener in listeners.items():
             with listener:
                 listener.settimeout(_CONNECT_S)
-                made[position] = Meeting(listener.accept()[0], pairs[position][0])
+                made[position] = Rendezvous(listener.accept()[0], pairs[position][0])
 
     try:
-        agreement.gather("meetings", connect)
+        agreement.gather("rendezvous", connect)
     except PipelineError:
-        for meeting in made.values():
-            meeting.end()
+        for one in made.values():
+            one.end()
         raise
     return made
 
@@ -138,11 +138,11 @@ class GlooSums(PairwiseCollectives):
         index: int,
         group: Group,
         pairs: Mapping[tuple[int, int], PaddleGroup],
-        meetings: Mapping[tuple[int, int], Meeting],
+        rendezvous: Mapping[tuple[int, int], Rendezvous],
         tasks: TaskQueue,
     ) -> None:
         super().__init__(index, group, pairs)
-        self._meetings, self._tasks = meetings, tasks
+        self._rendezvous, self._tasks = rendezvous, tasks
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all members in group order."""
@@ -152,7 +152,7 @@ class GlooSums(PairwiseCollectives):
 
     def _of_both(self, pair: tuple[int, int], tensor: Tensor) -> list[Tensor]:
         received: list[Tensor] = [paddle.empty_like(tensor) for _ in pair]
-        self._meetings[pair].meet()
+        self._rendezvous[pair].meet()
         self._pairs[pair].process_group.all_gather(received, tensor, True).wait()  # noqa: FBT003 - `sync_op`
         return received
 
@@ -163,7 +163,7 @@ class GlooSums(PairwiseCollectives):
             for pair, member in self._own_pairs():
                 if source not in pair:
                     continue
-                self._meetings[pair].meet()
+                self._rendezvous[pair].meet()
                 group = self._pairs[pair].process_group
                 if self._rank == source:
                     group.send(tensor, 1 - member, True).wait()  # noqa: FBT003
@@ -225,7 +225,7 @@ class StageWorld:
     """By index of the graph's groups, without groups of one member."""
     everyone: Copies | None
     """Copies on all ranks of the pipeline; None for one rank."""
-    meetings: Sequence[Meeting] = ()
+    rendezvous: Sequence[Rendezvous] = ()
     tasks: TaskQueue | None = None
 
     def barrier(self) -> None:
@@ -237,8 +237,8 @@ class StageWorld:
 
         On a device nothing can end a transfer under way: the stall watch ends the process.
         """
-        for meeting in self.meetings:
-            meeting.end()
+        for one in self.rendezvous:
+            one.end()
         if self.tasks is not None:
             self.tasks.abort()
         if isinstance(self.everyone, StoreCopies):
@@ -271,9 +271,9 @@ def connect_stages(graph: OpGraph, agreement: Agreement, store: PaddleStore) -> 
     channels = {channel: made[position] for position, channel in enumerate(graph.channels) if position in made}
     groups = {wanted[position]: group for position, group in made.items() if position >= num_channels}
     if is_gloo:
-        met = connect_meetings(wanted, agreement)
+        met = connect_pairs(wanted, agreement)
         of_channel = {channel: met[position] for position, channel in enumerate(graph.channels) if position in met}
-        of_pair = {(wanted[n][0], wanted[n][1]): meeting for n, meeting in met.items() if n >= num_channels}
+        of_pair = {(wanted[n][0], wanted[n][1]): one for n, one in met.items() if n >= num_channels}
         by_pair = {(ranks[0], ranks[1]): group for ranks, group in groups.items()}
         tasks = TaskQueue("pipeproof sums")
         collectives: dict[int, Sums] = {

@@ -24,7 +24,7 @@ from pipeproof.exec.compare.layer_recorder import (
     program_header,
     trained_weights,
 )
-from pipeproof.exec.compare.tensor_layouts import Split, layout_of_border, split_layout
+from pipeproof.exec.compare.tensor_layouts import Split, layout_at_boundary, split_layout
 
 
 @contextmanager
@@ -173,7 +173,7 @@ class PaddleTensors:
         split = None if weight is None or "Embedding" in type(module).__name__ else _fleet_split(weight)
         if split is None:
             return None
-        return layout_of_border(tuple(tensor.shape), tuple(weight.shape), split, side, out_dim=1)
+        return layout_at_boundary(tuple(tensor.shape), tuple(weight.shape), split, side, out_dim=1)
 
 
 def _dtype(tensor: Any) -> str:

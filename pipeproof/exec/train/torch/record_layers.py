@@ -27,7 +27,7 @@ from pipeproof.exec.compare.layer_recorder import (
     program_header,
     trained_weights,
 )
-from pipeproof.exec.compare.tensor_layouts import Split, layout_of_border, split_layout
+from pipeproof.exec.compare.tensor_layouts import Split, layout_at_boundary, split_layout
 
 
 @contextmanager
@@ -174,7 +174,7 @@ class TorchTensors:
             return _dtensor_layout(tensor)
         weight = module._parameters.get("weight")  # noqa: SLF001 - ``getattr`` finds properties, too
         split = None if weight is None or hasattr(module, "num_embeddings") else _megatron_split(weight)
-        return None if split is None else layout_of_border(tuple(tensor.shape), tuple(weight.shape), split, side)
+        return None if split is None else layout_at_boundary(tuple(tensor.shape), tuple(weight.shape), split, side)
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
