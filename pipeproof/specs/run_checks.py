@@ -84,12 +84,11 @@ def _has_fused_experts(plan: PlanSections) -> bool:
 def check_sharding(plan: PlanSections) -> Iterator[Problem]:
     """PP106: shards of gradients belong to a sharded optimizer, and are summed micro-batch by micro-batch.
 
-    Shards of weights belong to shards of gradients, have one type, and are gathered for each computation.
+    Shards of weights belong to shards of gradients, and are gathered for each computation.
     """
     memory, moe, schedule = plan.memory, plan.model.moe, plan.schedule
     of_weights = (
         (memory.shard_gradients == "none", "without `memory.shard_gradients: dp`", "add `shard_gradients: dp`"),
-        (plan.run.main_grad_dtype is not None, "with `run.main_grad_dtype`, of whole weights", "remove one of them"),
         (
             plan.cost.gather_weights == "first_forward",
             "with `cost.gather_weights: first_forward`, which is of one gather in a step",

@@ -98,7 +98,6 @@ PAIRS_REFUSED = {
         )
     },
     **{(shards, "sums when ready"): "PP106" for shards in ("sharded gradients", "sharded weights")},
-    ("main gradients", "sharded weights"): "PP106",
     ("latent attention", "cp 2"): "PP909",
     ("losses of routers", "cp 2"): "PP909",
     ("words that cross", "slots"): "PP504",

@@ -126,3 +126,17 @@ def test_a_share_may_be_empty():
     """Three ranks have 2, 2 and 0 of 4 elements."""
     plan = make("dp 3", own={"hidden_size": 4, "num_heads": 1, "ffn_size": 6}, **SHARDED)
     assert all(step.bitwise for step in compared_with_references(plan))
+
+
+def test_sharded_weights_with_main_gradients_are_not_run():
+    from pipeproof.diagnostics.finding import PipeproofError
+    from pipeproof.exec.rank.executor_support import require_executable
+
+    for more, is_refused in (({"main_grad_dtype": "float64"}, True), ({}, False)):
+        one = subject(topology={"dp": 2}, run=more, **SHARDED_WEIGHTS)
+        if is_refused:
+            with pytest.raises(PipeproofError) as refused:
+                require_executable(one)
+            assert [finding.code for finding in refused.value.findings] == ["PP909"]
+        else:
+            require_executable(one)

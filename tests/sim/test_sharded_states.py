@@ -129,10 +129,6 @@ def test_a_stage_has_both_in_the_table():
 RULES = {
     "sharded optimizer": ({"memory": {"shard_gradients": "dp"}}, {"memory": SECOND}),
     "sharded gradients": ({"memory": {"shard_optimizer": "dp", "shard_weights": "dp"}}, {"memory": THIRD}),
-    "main gradients": (
-        {"memory": THIRD, "run": {"main_grad_dtype": "float64"}},
-        {"memory": SECOND, "run": {"main_grad_dtype": "float64"}},
-    ),
     "first_forward": (
         {"memory": THIRD, "cost": {"network": NETWORK, "gather_weights": "first_forward", "bucket_size": 600}},
         {"memory": THIRD, "cost": {"network": NETWORK, "bucket_size": 600}},

@@ -52,8 +52,7 @@ class _Cell:
     """One layer of each kind of ``kinds`` on the ranks of a stage; columns are in that order.
 
     ``activations`` are the bytes of one micro-batch, ``states`` of weights and gradients, ``optimizer`` of the
-    optimizer state before sharding, with weights and gradients that the plan shards. ``costs`` has the times of all
-    cells that differ in recomputation only.
+    optimizer state before sharding. ``costs`` has the times of all cells that differ in recomputation only.
     """
 
     recompute: Recompute
@@ -68,18 +67,12 @@ class _Cell:
         size, layers = costs.size, costs.layers.values()
         held = [stored_activations(spec, [layer], size) for layer in layers]
         states = [state_of(spec, [layer]) for layer in layers]
-        memory = spec.memory
-        whole, divided = [], []
-        for state in states:
-            parts = [(state.parameters, memory.shard_weights), (state.gradients, memory.shard_gradients)]
-            whole.append(float(sum(size for size, sharded in parts if sharded == "none")))
-            divided.append(float(state.optimizer + sum(size for size, sharded in parts if sharded == "dp")))
         return cls(
             spec.memory.recompute,
             costs,
             np.array([float(sum(one.num_bytes for one in kept if one.lifetime.is_from_forward)) for kept in held]),
-            np.array(whole),
-            np.array(divided),
+            np.array([float(state.parameters + state.gradients) for state in states]),
+            np.array([float(state.optimizer) for state in states]),
         )
 
     @property

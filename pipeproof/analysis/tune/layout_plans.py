@@ -37,6 +37,8 @@ def require_tunable(spec: PlanSpec) -> None:
         "schedule.seq_lengths": schedule.seq_lengths is not None,
         "schedule.last_micro_batch_size": schedule.last_micro_batch_size is not None,
         "schedule.num_sequence_splits": schedule.num_sequence_splits > 1,
+        "memory.shard_weights": spec.memory.shard_weights == "dp",
+        "memory.shard_gradients": spec.memory.shard_gradients == "dp",
     }
     for key, is_given in settings.items():
         if is_given:
@@ -103,8 +105,6 @@ def plan_data(
     memory = {**base["memory"], "recompute": layout.recompute, "shard_optimizer": layout.shard_optimizer}
     if layout.recompute != "selective":
         memory.pop("recompute_modules", None)
-    if layout.shard_optimizer == "none":
-        memory = {key: value for key, value in memory.items() if key not in ("shard_gradients", "shard_weights")}
     if budget_gib is not None:
         memory["budget_gib"] = budget_gib
     data = {

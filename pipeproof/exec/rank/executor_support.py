@@ -86,6 +86,8 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
         yield from _context_parallel_refusals(spec)
     if spec.schedule.alternation is not None and spec.run.backend != "torch":
         yield ("schedule", "overlap"), "the plan has schedule.overlap and backend paddle, whose collectives all block"
+    if shards_weights(spec) and spec.run.main_grad_dtype is not None:
+        yield ("memory", "shard_weights"), "the plan has memory.shard_weights and run.main_grad_dtype"
     for key in ("nodes_per_token", "dispatch_dtype"):
         if getattr(spec.model.moe, key, None) is not None:
             yield ("model", "moe", key), f"the plan has model.moe.{key}"
