@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer, Parameter
@@ -18,7 +17,7 @@ from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.optimizer import StageOptimizer
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.ordered import Orders, run_ordered
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 from tests.stages.world import Issued, World
 
 Gradients = dict[str, np.ndarray]
@@ -27,7 +26,7 @@ Gradients = dict[str, np.ndarray]
 def make_plan(**sections: Any) -> PlanSpec:
     """The tests' base plan with overrides, on one stage unless it says otherwise."""
     topology = {"pp": 1, **sections.pop("topology", {})}
-    return plan_from_dict(plan_dict(topology=topology, **sections)).spec
+    return plan_spec(topology=topology, **sections)
 
 
 def same_bits(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[str]:

@@ -5,16 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import IGNORED, initial_weight, loss_scale, micro_batch
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 NORMALIZATIONS = ["global_tokens", "mean_of_micro_batches"]
-
-
-def make_plan(**sections):
-    return plan_from_dict(plan_dict(**sections)).spec
 
 
 def parameters(plan):
@@ -23,8 +18,8 @@ def parameters(plan):
 
 def test_weights_do_not_depend_on_the_topology():
     one, four = (
-        make_plan(topology={"pp": 1}),
-        make_plan(topology={"pp": 2, "tp": 2, "dp": 3, "sequence_parallel": True}),
+        plan_spec(topology={"pp": 1}),
+        plan_spec(topology={"pp": 2, "tp": 2, "dp": 3, "sequence_parallel": True}),
     )
     assert set(parameters(one)) == set(parameters(four))
     for name, parameter in parameters(one).items():
@@ -33,13 +28,13 @@ def test_weights_do_not_depend_on_the_topology():
 
 
 def test_every_weight_has_numbers_of_its_own_and_every_seed_too():
-    drawn = [p for p in parameters(make_plan()).values() if p.init_std is not None]
+    drawn = [p for p in parameters(plan_spec()).values() if p.init_std is not None]
     starts = {initial_weight(p, seed, "float64").ravel()[0] for p in drawn for seed in (0, 1)}
     assert len(starts) == 2 * len(drawn)
 
 
 def test_weights_have_the_described_spread_and_norms_are_ones():
-    every = parameters(make_plan(model={"hidden_size": 64, "vocab_size": 256}))
+    every = parameters(plan_spec(model={"hidden_size": 64, "vocab_size": 256}))
     embedding = initial_weight(every["embed.weight"], 0, "float64")
     assert embedding.std() == pytest.approx(every["embed.weight"].init_std, rel=0.05)
     assert abs(embedding.mean()) < 0.001
@@ -47,27 +42,27 @@ def test_weights_have_the_described_spread_and_norms_are_ones():
 
 
 def test_float32_weights_are_the_rounded_float64_ones():
-    parameter = parameters(make_plan())["head.weight"]
+    parameter = parameters(plan_spec())["head.weight"]
     wide = initial_weight(parameter, 3, "float64")
     assert initial_weight(parameter, 3, "float32").tobytes() == wide.astype(np.float32).tobytes()
 
 
 def test_batches_differ_by_step_index_and_seed_and_repeat_exactly():
-    plan = make_plan(run={"seed": 4})
+    plan = plan_spec(run={"seed": 4})
     tokens = [micro_batch(plan, step, index).tokens.tobytes() for step in range(3) for index in range(8)]
-    tokens.append(micro_batch(make_plan(run={"seed": 5}), 0, 0).tokens.tobytes())
+    tokens.append(micro_batch(plan_spec(run={"seed": 5}), 0, 0).tokens.tobytes())
     assert len(set(tokens)) == len(tokens)
     assert micro_batch(plan, 0, 0).tokens.tobytes() == tokens[0]
 
 
 def test_counts_are_uneven_within_the_base_plan():
-    plan = make_plan()
+    plan = plan_spec()
     assert len({micro_batch(plan, 0, index).num_counted for index in range(4)}) > 1
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_every_micro_batch_has_its_own_size_on_all_data_parallel_ranks(normalization):
-    plan = make_plan(
+    plan = plan_spec(
         topology={"dp": 2},
         schedule={"num_micro_batches": 3, "micro_batch_size": 2, "last_micro_batch_size": 1, "seq_lengths": [8, 3, 5]},
         loss={"normalization": normalization},
@@ -76,13 +71,13 @@ def test_every_micro_batch_has_its_own_size_on_all_data_parallel_ranks(normaliza
     assert [batch.tokens.shape for batch in batches] == [(2, 8), (2, 3), (1, 5)] * 2
     assert all(1 <= batch.num_counted <= batch.labels.size for batch in batches)
     assert sum(batch.num_counted * loss_scale(plan, 0, i) for i, batch in enumerate(batches)) == pytest.approx(1.0)
-    whole = micro_batch(make_plan(topology={"dp": 2}, schedule={"num_micro_batches": 3}), 0, 0)
+    whole = micro_batch(plan_spec(topology={"dp": 2}, schedule={"num_micro_batches": 3}), 0, 0)
     assert batches[0].tokens.tobytes() == whole.tokens.tobytes(), "a size changes no other micro-batch"
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_expert_parallel_ranks_have_micro_batches_of_their_own_in_one_mean(normalization):
-    plan = make_plan(
+    plan = plan_spec(
         topology={"dp": 2, "ep": 3}, schedule={"num_micro_batches": 2}, loss={"normalization": normalization}
     )
     batches = [micro_batch(plan, 0, index) for index in range(12)]
@@ -91,7 +86,7 @@ def test_expert_parallel_ranks_have_micro_batches_of_their_own_in_one_mean(norma
 
 
 plans = st.builds(
-    lambda rows, length, vocab, num, dp, seed, normalization: make_plan(
+    lambda rows, length, vocab, num, dp, seed, normalization: plan_spec(
         model={"seq_length": length, "vocab_size": vocab},
         topology={"dp": dp},
         schedule={"micro_batch_size": rows, "num_micro_batches": num},

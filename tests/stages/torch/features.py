@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeproof.specs.load_plan import plan_from_dict
 from tests.features import FEATURES as OTHER_FEATURES
 from tests.features import GPT3, QWEN3
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 MOE = {"num_experts": 6, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 EVEN = {"aux_loss": 0.5, "z_loss": 0.1, "expert_bias_rate": 0.02}
@@ -113,7 +112,7 @@ def make_plan(feature, **sections):
     given["schedule"] = {"num_micro_batches": 3, **given.get("schedule", {})}
     run = {"dtype": "float64", "steps": 2, "seed": 3, "optimizer": "sgd", "learning_rate": 0.5}
     given["run"] = {**run, **given.get("run", {})}
-    return plan_from_dict(plan_dict(**given)).spec
+    return plan_spec(**given)
 
 
 def golden_of(feature):

@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as oracle
 
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers.layer_operations import ENDS
 from pipeproof.stages.describe.synthetic import hash_tables
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.stages.reference.torch_model import TorchUnpartitionedModel, gated_sum, read
 from pipeproof.stages.reference.torch_reference_weights import WholeWeights
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]
 
@@ -37,7 +36,7 @@ def drawn_plan(seed):
         "num_layers": 2, "hidden_size": 8 * int(draw(1, 4)), "vocab_size": 32, "activation_order": "bsh", "moe": moe,
         "swiglu_limit": LIMIT, "swiglu_formula": "silu",
     }  # fmt: skip
-    return plan_from_dict(plan_dict(model=model, topology={"pp": 1}, run={"dtype": "float64"})).spec
+    return plan_spec(model=model, topology={"pp": 1}, run={"dtype": "float64"})
 
 
 def model_of(plan, seed):
@@ -139,7 +138,7 @@ def streams_plan(seed, **more):
         "transposed": True, "contraction": "learned", **more,
     }  # fmt: skip
     model = {"num_layers": 1, "hidden_size": 8 * int(draw(1, 4)), "activation_order": "bsh", "hyper_connections": spec}
-    return plan_from_dict(plan_dict(model=model, topology={"pp": 1}, run={"dtype": "float64"})).spec
+    return plan_spec(model=model, topology={"pp": 1}, run={"dtype": "float64"})
 
 
 def oracle_of_streams(plan, module_type, weights):

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.torch.functional import causal_attention, rotary_tables, rotate, rotated_heads
 from pipeproof.stages.torch.stage import TorchStage
-from tests.plans import plan_dict
+from tests.plans import plan_spec
 
 SIZE = 8
 ORDERS = {"bsh": (0, 2, 3, 1, 4), "sbh": (1, 2, 3, 0, 4)}
@@ -121,7 +120,7 @@ def plain_block():
 def test_a_block_dispatches_what_a_plain_one_does():
     model = {"hidden_size": HIDDEN, "num_heads": HEADS, "ffn_size": FFN, "seq_length": LENGTH, "num_layers": 2}
     model["activation_order"] = "bsh"
-    plan = plan_from_dict(plan_dict(model=model, run={"backend": "torch"})).spec
+    plan = plan_spec(model=model, run={"backend": "torch"})
     block = [layer for layer in describe_gpt(plan) if layer.name == "layer.1"]
     stage, plain = TorchStage(plan, block, torch.device("cpu")), plain_block()
     x, given = torch.randn(1, LENGTH, HIDDEN), torch.randn(1, LENGTH, HIDDEN)
