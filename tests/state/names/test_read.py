@@ -97,7 +97,7 @@ def test_a_copy_of_another_shape_or_type_is_no_copy(tmp_path):
 
 @pytest.mark.parametrize(
     ("end", "fix"),
-    [("embed_tokens", "share embedding"), ("shared_head.norm", "norm of their own"), ("shared_head.head", "share")],
+    [("embed_tokens", "share embedding"), ("shared_head.norm", "separate norms"), ("shared_head.head", "share")],
 )
 def test_copies_in_each_module_are_compared(tmp_path, end, fix):
     plan = plan_of(**COPIED)
