@@ -112,6 +112,7 @@ FILES = {
     "analysis/align/read_record.py": "loads arrays from a file that `open_foreign` opened",
     "exec/train/torch/dcp_files.py": "reads an archive within a file that `open_foreign` opened",
     "exec/train/torch/pretrained_load.py": "reads elements from a file that `open_foreign` opened",
+    "cost/step_error.py": "a table of the package",
     "exec/store/process_state.py": "/proc",
     "exec/rank/failures.py": "/proc",
     "exec/measure/profile_from_logs.py": "/proc",
@@ -194,7 +195,7 @@ def no_file(tmp_path, request):
 @pytest.mark.parametrize("no_file", ["pipe", "directory", "device", "link to a device"], indirect=True)
 @pytest.mark.parametrize("opened", [open_foreign, read_foreign, open_foreign_text, regular_size])
 def test_only_regular_files_are_opened_and_nothing_blocks(no_file, opened):
-    with pytest.raises(OSError, match=r"and no|[Dd]irectory"):
+    with pytest.raises(OSError, match=r"not a regular file|[Dd]irectory"):
         opened(no_file)
 
 

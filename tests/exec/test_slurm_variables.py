@@ -18,5 +18,5 @@ def test_the_tasks_of_each_node(runs):
 
 @pytest.mark.parametrize("text", ["", "2(x3", "2x3", "2(x3),", "-1"])
 def test_other_texts_are_no_lists_of_tasks(text):
-    with pytest.raises(ValueError, match="no list of tasks"):
+    with pytest.raises(ValueError, match="not a list of tasks"):
         tasks_on_node(text, "0")

@@ -160,7 +160,7 @@ def test_megatron_takes_the_whole_configuration(tmp_path, flags):
         ("--moe-router-topk-scaling-factor 2.5", "configuration has 1.5"),
         ("--mhc-num-residual-streams 2", "configuration has 4"),
         ("--v-head-dim 32", "configuration has 16"),
-        ("--kv-lora-rank 8", "of other attention"),
+        ("--kv-lora-rank 8", "not for the attention of DeepSeek-V4"),
     ],
 )
 def test_megatron_refuses_a_flag_with_another_value(tmp_path, flags, words):

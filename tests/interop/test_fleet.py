@@ -229,7 +229,7 @@ def test_a_text_that_is_no_strategy(tmp_path, text, line, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("pp_degree: 4 dp_degree: 0", "no number of ranks"),
+        ("pp_degree: 4 dp_degree: 0", "not a number of ranks"),
         ("pp_degree: 4 pp_configs { use_dualpipev: true } # of 4 ranks", "DualPipeV on 4 ranks"),
     ],
 )

@@ -149,7 +149,7 @@ def test_what_fleet_or_the_trainer_refuses(tmp_path, change, words):
         ({"pipeline_parallel_config": "disable_partial_send_recieve"}, "no trainer knows"),
         ({"hybrid_parallel_topo_order": "tp_first"}, "sharding_first or pp_first"),
         ({"a": {"sequence_parallel": True}, "sequence_parallel": False}, "two values"),
-        ({"_base_": "absent.yaml"}, "no file"),
+        ({"_base_": "absent.yaml"}, "not a file"),
         ({"_base_": "job.yaml"}, "leads back"),
         ([1], "a mapping of keys"),
     ],

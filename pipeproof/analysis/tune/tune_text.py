@@ -154,7 +154,8 @@ def _figure_names(result: TuneResult) -> list[str]:
 
 
 def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
-    yield time_text(row.step * 10**6) + ("" if row.step_within is None else f" +-{row.step_within:.1%}")
+    within = row.step_within
+    yield time_text(row.step * 10**6) + ("" if within is None else f" +-{within:.{0 if within >= 0.1 else 1}%}")
     if result.present is not None:
         now = result.present.step_us
         yield "" if now is None else f"{float(1 - row.step * 10**6 / now):.1%}"

@@ -132,5 +132,5 @@ def test_a_large_hole_and_a_pipe_are_refused(tmp_path):
         read_ring(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(PlanFileError, match="no regular file"):
+    with pytest.raises(PlanFileError, match="not a regular file"):
         read_ring(path)
