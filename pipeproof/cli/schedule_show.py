@@ -281,9 +281,9 @@ def _bound_lines(solution: Solution, text: TimeText) -> Iterator[str]:
     makespan, bound = (text(Fraction(time)) for time in (solution.makespan, solution.bound))
     if solution.proved:
         took = "" if solution.seconds is None else f" ({time_text(solution.seconds * 1e6)})"
-        yield f"makespan {makespan}: proved, no schedule of these stages is shorter{took}"
+        yield f"step time {makespan}: proved, no schedule of these stages is shorter{took}"
         return
-    yield f"makespan {makespan}: not proved to be the shortest; none is below {bound}"
+    yield f"step time {makespan}: not proved to be the shortest; none is below {bound}"
     if solution.seconds is None:
         yield "`--time-limit SECONDS` searches for a shorter one, and proves a higher bound"
     else:

@@ -53,7 +53,7 @@ def schedule_svg(timed: Timed, title: str, *, in_us: bool = False) -> str:
     """The picture of a schedule, with ``title`` and the makespan above it; times have no unit, or are ``in_us``."""
     height = _TOP + _ROW * len(timed.programs) + _BELOW
     makespan = f"{time_text(timed.makespan)}, axis in us" if in_us else decimal(timed.makespan)
-    head = f"{title}: makespan {makespan}"
+    head = f"{title}: step time {makespan}"
     scale = _Scale(timed.makespan, _length(timed))
     marks = [text(8, 20, head, "title"), *_axis(scale, len(timed.programs))]
     for rank, stages in enumerate(stages_of(timed.programs)):

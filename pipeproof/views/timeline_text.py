@@ -61,7 +61,7 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "", text:
     scale = _fit(timeline, max(_MIN_COLUMNS, console.width - label_width - 1))
     head = f"{title}, {timeline.clock}" if title else timeline.clock
     column = text(1 / scale.columns_per_us) if scale.columns_per_us else "0"
-    makespan, of_column = f"{head}: makespan {text(timeline.makespan_us)}", f"one column is {column}"
+    makespan, of_column = f"{head}: step time {text(timeline.makespan_us)}", f"one column is {column}"
     together = f"{makespan}, {of_column}"
     for words in (together,) if len(together) <= console.width else (f"{makespan},", of_column):
         console.print(Text(words), soft_wrap=True)
@@ -102,7 +102,7 @@ def render_figures(simulation: Simulation, console: Console, note: str = "") -> 
         for name, figures in rows
     ]
     print_table(("rank", ">span", ">busy", ">bubble", ">peak"), cells, console)  # 40 columns are wide enough
-    console.print(Text("bubble: of the makespan; peak: of activations"))
+    console.print(Text("bubble: of the step time; peak: of activations"))
 
 
 def render_interval(simulation: Simulation, error: StepError | None, console: Console) -> None:
@@ -117,7 +117,7 @@ def render_interval(simulation: Simulation, error: StepError | None, console: Co
 
 def figures_lines(rows: Iterable[tuple[str, RankFigures]], text: TimeText = time_text) -> list[Text]:
     """A table of figures by the name of their rank, or ranks."""
-    headings = ("rank", ">span", ">busy", ">bubble of span", ">bubble of makespan", ">peak activations")
+    headings = ("rank", ">span", ">busy", ">bubble of span", ">bubble of the step", ">peak activations")
     return table_lines(
         headings,
         (

@@ -81,10 +81,10 @@ def test_set_replaces_a_value_and_its_errors_name_it(good):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("simulate",), "makespan"),
+        (("simulate",), "step time"),
         (("show",), "parameters"),
         (("tune", "--top", "1", "--fix", "mbs=1,2"), "a step, bubble"),
-        (("compare", EXAMPLES / "gpt_pp4.yaml"), "makespan"),
+        (("compare", EXAMPLES / "gpt_pp4.yaml"), "step time"),
     ],
     ids=lambda value: " ".join(map(str, value))[:20],
 )

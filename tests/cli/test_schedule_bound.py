@@ -28,13 +28,13 @@ def write(tmp_path):
 def test_a_schedule_that_reaches_the_bound_is_proved(write):
     result = invoke("schedule", "show", write())
     assert result.exit_code == 0, result.output
-    assert "makespan 27 us: proved, no schedule of these stages is shorter\n" in result.stdout
+    assert "step time 27 us: proved, no schedule of these stages is shorter\n" in result.stdout
     assert "deadlock: conditional" in result.stdout
 
 
 def test_one_above_the_bound_is_not(write):
     result = invoke("schedule", "show", write(schedule={**OPTIMAL, "memory_limit": 3}))
-    assert "makespan 32 us: not proved to be the shortest; none is below 27 us" in result.stdout
+    assert "step time 32 us: not proved to be the shortest; none is below 27 us" in result.stdout
     assert "`--time-limit SECONDS` searches" in result.stdout
     content = json.loads(invoke("schedule", "show", write(), "--format", "json").stdout)
     assert (content["makespan"], content["bound"]) == (27, 27)
@@ -44,7 +44,7 @@ def test_one_above_the_bound_is_not(write):
 def test_the_solver_finds_a_shorter_one_that_the_plan_takes_as_a_file(write, tmp_path):
     plan = write(schedule={**OPTIMAL, "memory_limit": 3})
     result = invoke("schedule", "show", plan, "--time-limit", "60")
-    assert "makespan 31 us: proved, no schedule of these stages is shorter (" in result.stdout
+    assert "step time 31 us: proved, no schedule of these stages is shorter (" in result.stdout
     (tmp_path / "best.csv").write_text(invoke("schedule", "show", plan, "--time-limit", "60", "--as", "csv").stdout)
     solved = write(schedule={"kind": "file", "path": "best.csv", "num_micro_batches": 8})
     assert invoke("check", solved).exit_code == 0

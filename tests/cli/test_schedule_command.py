@@ -80,7 +80,7 @@ def test_the_grid_of_1f1b(check_golden, monkeypatch):
 def test_the_figures_are_those_of_asap_and_latency_counts():
     for latency, makespan in ((0, 33), (1, 49)):
         text = shown("1f1b", *SIZES, *UNIT, *times(p2p_latency=latency))
-        assert f"makespan {makespan}, " in text
+        assert f"step time {makespan}, " in text
     assert re.search(r"^0 +49 +24 ", text, re.MULTILINE)
 
 

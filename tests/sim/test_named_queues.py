@@ -105,7 +105,7 @@ def test_a_page_has_a_lane_for_each_queue(plan_file):
 
 def test_the_terminal_counts_what_runs_beside_the_compute_queue(plan_file):
     shown, text = written(plan_file, "page.html")
-    assert "makespan 920 us" in shown
+    assert "step time 920 us" in shown
     assert '"side"' in text
     row = next(line for line in shown.splitlines() if line.startswith("rank 0"))
     assert "I1" in row

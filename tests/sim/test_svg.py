@@ -62,5 +62,5 @@ def test_pictures_grow_so_that_the_shortest_block_can_be_read_up_to_a_bound():
 
 def test_the_title_is_escaped_and_names_the_makespan():
     svg = picture("0F0 0B0", title="<&>")
-    assert "&lt;&amp;&gt;: makespan 3" in svg
+    assert "&lt;&amp;&gt;: step time 3" in svg
     assert "<&>" not in svg

@@ -71,7 +71,7 @@ def test_any_plan_fits_any_width(run, p, m, tf, tb, width):
     simulation = run(p=p, m=m, tf=tf, tb=tb)
     text = text_of(render_timeline, simulation.timeline, width=width)
     head, *lines = text.splitlines()
-    assert f"makespan {time_text(simulation.makespan)}" in head
+    assert f"step time {time_text(simulation.makespan)}" in head
     assert all(len(line) <= width for line in lines)
     rows = picture_rows(text)
     assert len(rows) == p
@@ -95,5 +95,5 @@ def test_a_measured_timeline_is_drawn_from_its_first_start():
         Span(0, "compute", 1, "0B0", 5_000_300_000, 5_001_000_000),
     )
     text = text_of(render_timeline, Timeline(spans, ({"pp": 0},), "measured", Fraction(1, 1000)))
-    assert text.startswith("measured: makespan 1 ms")
+    assert text.startswith("measured: step time 1 ms")
     assert picture_rows(text) == {"0": "F0----------B0--------------------------"}

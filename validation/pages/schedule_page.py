@@ -75,7 +75,7 @@ def console(*commands: tuple[str, ...] | str) -> str:
 
 
 def _figures(shown: Shown) -> str:
-    header = ("rank", "stages", "span", "busy", "bubble of span", "bubble of makespan", "peak, freed by W",
+    header = ("rank", "stages", "span", "busy", "bubble of span", "bubble of the step", "peak, freed by W",
               "peak, freed by I")  # fmt: skip
     rows = [
         (

@@ -45,7 +45,7 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
         )
         for step in comparison.steps
     ]  # fmt: skip
-    headings = ("step of A", "of B", ">makespan A", ">B", ">B / A", ">computing A", ">B", ">B / A")
+    headings = ("step of A", "of B", ">step time A", ">B", ">B / A", ">computing A", ">B", ">B / A")
     print_table(headings, totals, console)
     console.print()
     if comparison.kinds:

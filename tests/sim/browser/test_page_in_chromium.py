@@ -188,7 +188,7 @@ def figures(browser):
 def test_the_figures_are_those_of_the_closed_form(opened):
     """Three warm-ups and three cool-downs: each rank computes for 8 of its 8 + 3 rounds, less the messages."""
     found = figures(opened)
-    assert found["Makespan, simulated"] == f"{MAKESPAN} us"
+    assert found["Step time, simulated"] == f"{MAKESPAN} us"
     assert found["Bubble"] == f"{round(100 * (1 - 8 * 30 / MAKESPAN), 1):g} %"
     assert found["Peak activations"] == "4"
     assert "MFU" not in found

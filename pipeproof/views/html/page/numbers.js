@@ -71,7 +71,7 @@ function figuresOf(k) {
   const exposed = spent.reduce((sum, { messages, collectives }) => sum + messages + collectives, 0) / ranks;
   const busiest = tl.peaks.indexOf(Math.max(...tl.peaks));
   return [
-    ["Makespan", duration(tl.makespan), tl.clock],
+    ["Step time", duration(tl.makespan), tl.clock],
     ["Bubble", percent(1 - busy / whole), "time without a computation, mean of the ranks"],
     ["Exposed communication", `${duration(exposed)}, ${percent(exposed / whole)}`, "collectives, and idle time with a message under way; mean of the ranks"],
     [tl.inBytes ? "Peak memory" : "Peak activations", heldAmount(tl, tl.peaks[busiest]), `of ${tl.ranks[busiest].name}`],
@@ -94,7 +94,7 @@ function showFigures() {
     const group = document.createElement("div");
     for (const [term, value, note] of figuresOf(k)) {
       const box = document.createElement("div"), name = document.createElement("dt"), amount = document.createElement("dd");
-      name.textContent = term !== "Makespan" ? term : `Makespan, ${tl.clock}`;
+      name.textContent = term !== "Step time" ? term : `Step time, ${tl.clock}`;
       amount.textContent = value;
       box.title = note;
       box.append(name, amount);

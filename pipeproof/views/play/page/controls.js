@@ -169,13 +169,13 @@ function showFigures({figures, work, graph, isNoisy}, base) {
   const against = (text) => (base ? `${text} against the other` : null);
   const bubbleOf = ({ranks: all, makespan}) => 100 * all.reduce((sum, {bubble}) => sum + bubble, 0) / all.length / makespan;
   const differences = base ? {
-    Makespan: against(`${signed(100 * (figures.makespan - base.makespan) / base.makespan)} %`),
+    "Step time": against(`${signed(100 * (figures.makespan - base.makespan) / base.makespan)} %`),
     Bubble: against(`${signed(bubbleOf(figures) - bubbleOf(base))} points`),
     "Peak activations": chunksOf(values) !== chunksOf(pinned) ? null : against(signed(peak - Math.max(...base.ranks.map((rank) => rank.peak)), 0)),
   } : {};
   const items = [
-    ["Makespan", timeText(figures.makespan), isNoisy ? `one step, seed ${values.seed}` : `work of a rank: ${timeText(work)}`],
-    ["Bubble", share(mean((rank) => rank.bubble)), "idle share of the makespan, mean of ranks"],
+    ["Step time", timeText(figures.makespan), isNoisy ? `one step, seed ${values.seed}` : `work of a rank: ${timeText(work)}`],
+    ["Bubble", share(mean((rank) => rank.bubble)), "idle share of the step time, mean of ranks"],
     ["Warm-up, cool-down", share(mean((rank) => rank.warmUp + rank.coolDown)), "before the first, after the last computation"],
     ["Waiting in between", share(mean((rank) => rank.waiting)), "for messages"],
     ["Peak activations", String(peak), `of one stage and micro-batch; least ${Math.min(...ranks.map((rank) => rank.peak))}`],
