@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+from measure import settle
 from prediction import Benchmark
 
 from pipeproof.comm.lower import lower
@@ -62,21 +62,16 @@ def _times(benchmark: Benchmark, shape: dict[str, Any], device: str) -> dict[str
     _, ours = benchmark.of(plan)
     times = []
     for number in range(7):
-        _synchronize(benchmark)
+        settle(benchmark.framework.device)
         begin = time.perf_counter()
         ours.step(number)
-        _synchronize(benchmark)
+        settle(benchmark.framework.device)
         times.append(1000 * (time.perf_counter() - begin))
     del ours
     benchmark.forget()
     cost = {"analytic": {"device": device, "dtype": "bfloat16"}}
     predicted = simulate(lower(plan_from_dict({**plan, "cost": cost}).spec)).makespan
     return {"predicted_ms": float(predicted) / 1000, "measured_ms": median(times[2:])}
-
-
-def _synchronize(benchmark: Benchmark) -> None:
-    if benchmark.on_gpu:
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -112,13 +112,8 @@ class _Step:
 
     def persistent(self) -> Iterator[dict[Part, int]]:
         """Bytes that each rank holds for the whole step."""
-        lowered, graph = self._lowered, self._graph
+        lowered, graph, states = self._lowered, self._graph, self._states
         overhead = int(lowered.spec.memory.overhead_gib * GIB)
-        states = {
-            (stage, pp): state_of_weights(lowered.spec, lowered.weights_of(stage, pp))
-            for stage, holders in enumerate(lowered.holders)
-            for pp in holders
-        }
         slots = self._slots()
         for rank, global_rank in enumerate(graph.global_rank):
             pp = lowered.mesh.coords(global_rank)["pp"]
@@ -159,14 +154,21 @@ class _Step:
 
     def _state_bytes(self, rows: IntColumn, num_bytes: Callable[[StateBytes], int]) -> IntColumn:
         """Bytes of the states of the stage of each row on its rank."""
-        lowered, graph = self._lowered, self._graph
-        held: dict[tuple[int, int], int] = {}
-        for rank, stage in zip(graph.rank[rows].tolist(), graph.stage[rows].tolist(), strict=True):
-            if (rank, stage) not in held:
-                pp = lowered.mesh.coords(graph.global_rank[rank])["pp"]
-                held[rank, stage] = num_bytes(state_of_weights(lowered.spec, lowered.weights_of(stage, pp)))
-        keys = zip(graph.rank[rows].tolist(), graph.stage[rows].tolist(), strict=True)
-        return np.array([held[key] for key in keys], dtype=np.int64)
+        graph = self._graph
+        pp_of = [self._lowered.mesh.coords(rank)["pp"] for rank in graph.global_rank]
+        held = {key: num_bytes(state) for key, state in self._states.items()}
+        keys = zip(graph.stage[rows].tolist(), graph.rank[rows].tolist(), strict=True)
+        return np.array([held[stage, pp_of[rank]] for stage, rank in keys], dtype=np.int64)
+
+    @cached_property
+    def _states(self) -> dict[tuple[int, int], StateBytes]:
+        """The states by stage and pipeline rank."""
+        lowered = self._lowered
+        return {
+            (stage, pp): state_of_weights(lowered.spec, lowered.weights_of(stage, pp))
+            for stage, holders in enumerate(lowered.holders)
+            for pp in holders
+        }
 
     def _slots(self) -> dict[int, int]:
         """Bytes of each rank's slots: on each channel the plan's number of slots, sized for its largest message."""

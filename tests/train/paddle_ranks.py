@@ -1,5 +1,6 @@
 """Programs of several Paddle processes on the CPU, each rank with the environment that Paddle's launcher gives."""
 
+import json
 import os
 import signal
 import subprocess
@@ -36,3 +37,11 @@ def run_ranks(program, num_ranks, *args, timeout=300):
                 os.killpg(process.pid, signal.SIGKILL)
                 outputs.append(f"{process.communicate()[0]}\n[killed after {timeout} s]")
     return [process.returncode for process in started], outputs
+
+
+def found_by(tmp_path, program, num_ranks, *args):
+    """Content of the file of each rank of a program."""
+    output = tmp_path / "found"
+    statuses, outputs = run_ranks(program, num_ranks, output, *args)
+    assert statuses == [0] * num_ranks, "\n".join(outputs)
+    return [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(num_ranks)]

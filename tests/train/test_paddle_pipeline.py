@@ -1,6 +1,5 @@
 """``pipeproof.paddle.Pipeline``: Fleet's results to the bit with one line changed, and the unpartitioned model's."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import num_stages_of
 from pipeproof.exec.train.plan_layers import StageFacts, merged_ties, names_in_plan
-from tests.train.paddle_ranks import run_ranks
+from tests.train.paddle_ranks import found_by
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -16,14 +15,6 @@ PLAN = {"pipeproof": 1, "schedule": {"kind": "1f1b", "num_micro_batches": 4}}
 
 
 KINDS = ("zb_v", "1f1b", "dualpipe_v", "gpipe")
-
-
-def found_by(tmp_path, program, num_ranks, *args):
-    """Content of the file of each rank of a program."""
-    output = tmp_path / "found"
-    statuses, outputs = run_ranks(program, num_ranks, output, *args)
-    assert statuses == [0] * num_ranks, "\n".join(outputs)
-    return [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(num_ranks)]
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,20 @@
 """Pipelines of Paddle's semi-automatic parallelism: their plan, their messages, and the bits of their gradients."""
 
-import json
-
 import pytest
 
 from pipeproof.interop.traces import check_log
 from pipeproof.specs.load_plan import load_plan
-from tests.train.paddle_ranks import run_ranks
+from tests.train.paddle_ranks import found_by
 
 pytestmark = pytest.mark.needs_paddle
 
 
-def found_by(tmp_path, kind):
-    statuses, outputs = run_ranks("semi_auto.py", 2, tmp_path / "found", kind, tmp_path / "logs")
-    assert statuses == [0, 0], "\n".join(outputs)
-    return [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2)]
+def ranks_of(tmp_path, kind):
+    return found_by(tmp_path, "semi_auto.py", 2, kind, tmp_path / "logs")
 
 
 def test_fthenb_has_the_messages_of_its_plan_and_the_bits_of_a_training_by_it(tmp_path):
-    found = found_by(tmp_path, "gpipe")
+    found = ranks_of(tmp_path, "gpipe")
     for of_rank in found:
         assert "call plan_of_schedule after the first step" in of_rank["early"]
         assert of_rank["verdict"] == "proved"
@@ -34,7 +30,7 @@ def test_fthenb_has_the_messages_of_its_plan_and_the_bits_of_a_training_by_it(tm
 
 
 def test_vpp_has_the_order_of_its_plan(tmp_path):
-    for of_rank in found_by(tmp_path, "interleaved"):
+    for of_rank in ranks_of(tmp_path, "interleaved"):
         assert of_rank["order"] == of_rank["planned"] != []
         assert of_rank["plan"]["schedule"]["num_chunks"] == 2
 
@@ -42,6 +38,6 @@ def test_vpp_has_the_order_of_its_plan(tmp_path):
 @pytest.mark.slow
 def test_1f1b_deadlocks_on_paddles_gloo_and_the_recording_shows_both_sends(tmp_path):
     """Both ranks send in their first batch, and Paddle's own gloo returns from a send when it has been received."""
-    assert all("TIMEOUT" in of_rank["error"] for of_rank in found_by(tmp_path, "1f1b"))
+    assert all("TIMEOUT" in of_rank["error"] for of_rank in ranks_of(tmp_path, "1f1b"))
     first = check_log(tmp_path / "logs").findings[0]
     assert (first.code, [op.op[:9] for op in first.witness.ops]) == ("PP931", ["send 0->1", "send 1->0"])

@@ -43,15 +43,14 @@ class StepEnd:
         self._framework = framework
         self._sharded: dict[int, ShardedOptimizer] = {}
         self._whole: dict[int, Optimizer] = {}
-        run, shares = plan.spec.run, num_shards(plan.spec)
+        run, shares, self._kept = plan.spec.run, num_shards(plan.spec), Kept.of(plan.spec)
         for number, stage in stages.items():
             if shares > 1:
                 self._sharded[number] = framework.sharded_optimizer(
-                    run, stage.parameters, shares, coords["dp"], Kept.of(plan.spec)
+                    run, stage.parameters, shares, coords["dp"], self._kept
                 )
             else:
                 self._whole[number] = framework.optimizer(run, stage.parameters)
-        self._keeps_weights = Kept.of(plan.spec).weights
         self._clip = self._make_clip()
         self._borrowers = plan.shared_weights.borrowers(coords["pp"])
         self._returned: set[int] = set()
@@ -66,7 +65,7 @@ class StepEnd:
 
     def before_backward(self, stage: int) -> None:
         """Make the gradients to which a backward of the stage adds, where none are kept between its backwards."""
-        if stage in self._sharded:
+        if not self._kept.gradients:
             self._sharded[stage].allocate()
 
     def reduce(self, op: Op) -> None:
@@ -154,7 +153,7 @@ class StepEnd:
 
     def _held(self, stage: int) -> Mapping[str, Weight]:
         """Weights of a stage that last from step to step, or this rank's shards of them."""
-        return self._stages[stage].parameters if self._keeps_weights else self._updated(stage)
+        return self._stages[stage].parameters if self._kept.weights else self._updated(stage)
 
     def _return_gradients(self, stage: int) -> None:
         """Before a stage's sums, add the gradients of this rank's borrowers of its weights."""

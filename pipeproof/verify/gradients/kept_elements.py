@@ -273,8 +273,9 @@ class _Gathers:
         """Findings on the gathers before each computation, where weights are released after it."""
         graph = self._graph
         computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS))
+        ends = np.flatnonzero(graph.is_kind(frozenset({OpKind.RESHARD, OpKind.STEP})))
         pairs = np.unique(np.stack([graph.rank[computes], graph.stage[computes]]), axis=1).T.tolist()
-        found = (one for rank, stage in pairs for one in self._of_released(computes, rank, stage))
+        found = (one for pair in pairs for one in self._of_released(computes, ends, *pair))
         yield from self._findings(found, "shard_weights", "before each of its computations, after the last RESHARD")
 
     def _findings(self, found: Iterable[tuple[int, str, list[int]]], key: str, when: str) -> Iterator[Finding]:
@@ -291,11 +292,15 @@ class _Gathers:
                 witness=self._subject.witness(op, *ops),
             )
 
-    def _of_released(self, computes: IntColumn, rank: int, stage: int) -> Iterator[tuple[int, str, list[int]]]:
-        """(computation, fact, operations) for what is wrong before the computations of one stage."""
+    def _of_released(
+        self, computes: IntColumn, ends: IntColumn, rank: int, stage: int
+    ) -> Iterator[tuple[int, str, list[int]]]:
+        """(computation, fact, operations) for what is wrong before the computations of one stage.
+
+        ``ends`` are the operations behind which weights must be gathered again.
+        """
         graph, plan = self._graph, self._plan
         own, calls = self._of_stage(computes, rank, stage), self._of_stage(self._calls, rank, stage)
-        ends = np.flatnonzero(graph.is_kind(frozenset({OpKind.RESHARD, OpKind.STEP})))
         released = _last_before(own, self._of_stage(ends, rank, stage))
         pp = plan.mesh.coords(graph.global_rank[rank])["pp"]
         lacking: dict[int, list[str]] = {}

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.pipelining.schedules import Schedule1F1B, ScheduleFThenB, ScheduleVPP
 
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.module_plan import TrainedPlan, complete_plan
+from pipeproof.exec.train.module_plan import Request, TrainedPlan, complete_plan
+from pipeproof.exec.train.paddle.start_phases import device_name
 from pipeproof.exec.train.plan_layers import StageFacts, merged_ties
-from pipeproof.exec.train.stage_boundaries import LeafSpec, common_dtype, kind_text
+from pipeproof.exec.train.stage_boundaries import LeafSpec, common_dtype, dtype_name, kind_text
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 
@@ -50,11 +50,11 @@ def plan_of_schedule(schedule: Any) -> TrainedPlan:
         names = ", ".join(kind.__name__ for kind in _KINDS)
         raise PipelineError(f"`schedule` is {kind_text(schedule)}: give one of {names}, whose order is known")
     stages = getattr(schedule, "_stages", None) or [schedule._stage]  # noqa: SLF001 - Paddle has no public name
-    first = stages[0]
+    first, count = stages[0], schedule._n_microbatches  # noqa: SLF001
     reports: list[Any] = []
     own = {"stages": {str(stage.stage_index): _facts(stage) for stage in stages}, "ties": _ties(stages)}
-    dist.all_gather_object(reports, [first.num_stages, schedule._n_microbatches, own], first.group)  # noqa: SLF001
-    if len({(num_stages, count) for num_stages, count, _ in reports}) > 1:
+    dist.all_gather_object(reports, [first.num_stages, count, own], first.group)
+    if len({(num_stages, num_micro_batches) for num_stages, num_micro_batches, _ in reports}) > 1:
         raise PipelineError("the ranks have other numbers of stages or micro-batches: pass the schedule that runs")
     by_number = {int(number): facts for *_, report in reports for number, facts in report["stages"].items()}
     if sorted(by_number) != [*range(first.num_stages)]:
@@ -68,19 +68,9 @@ def plan_of_schedule(schedule: Any) -> TrainedPlan:
         )
         for number, each in enumerate(every)
     ]  # fmt: skip
-    chunks = {"num_chunks": first.num_stages // first.group_size} if first.num_stages > first.group_size else {}
-    skeleton = {
-        "pipeproof": 1,
-        "model": {"kind": "layers"},
-        "topology": {"pp": first.group_size},
-        "schedule": {**keys, "num_micro_batches": schedule._n_microbatches, **chunks},  # noqa: SLF001
-        "loss": {"normalization": "mean_of_micro_batches"},
-        "run": {
-            "backend": "paddle",
-            "device": "cpu" if paddle.device.get_device() == "cpu" else "gpu",
-            "dtype": next((each["dtype"] for each in every if each["dtype"]), "float32"),
-        },
-    }
+    dtype = next((each["dtype"] for each in every if each["dtype"]), "float32")
+    asked = Request(None, dict(keys), count, "paddle", device_name(), dtype, first.group_size, 1)
+    skeleton = asked.skeleton(first.num_stages)
     content = complete_plan(skeleton, facts, merged_ties(report["ties"] for *_, report in reports), num_rows)
     report = check(plan_from_dict(content))
     return TrainedPlan(content, report.subject.plan, report.conclusion, report.errors)
@@ -96,8 +86,7 @@ def _facts(stage: Any) -> dict[str, Any]:
         "rows": _local_shape(stage.inputs_meta[0])[0],
         "parameters": [{"name": name, "shape": _local_shape(weight)} for name, weight in weights],
         "outputs": [
-            (_local_shape(meta), str(meta.dtype).rpartition(".")[2], not meta.stop_gradient)
-            for meta in stage.get_outputs_meta()
+            (_local_shape(meta), dtype_name(meta.dtype), not meta.stop_gradient) for meta in stage.get_outputs_meta()
         ],
         "dtype": common_dtype(stage.sublayer.parameters()),
     }

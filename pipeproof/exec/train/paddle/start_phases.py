@@ -218,6 +218,11 @@ def connect(ranks: Ranks, placed: Placed, planned: Planned, plan: TrainedPlan) -
     return Connected(modules, world)
 
 
+def device_name() -> str:
+    """The plan's name of Paddle's current device."""
+    return "cpu" if paddle.device.get_device() == "cpu" else "gpu"
+
+
 def _request(ranks: Ranks, settings: Settings, layers: PipelineLayer | Sequence[Any]) -> dict[str, Any]:
     require_layers(layers)
     is_cut = isinstance(layers, PipelineLayer)
@@ -238,8 +243,7 @@ def _request(ranks: Ranks, settings: Settings, layers: PipelineLayer | Sequence[
         section = fleet_schedule(layers, ranks.fleet, count)
     else:
         section = {"kind": "1f1b"}
-    device = "cpu" if paddle.device.get_device() == "cpu" else "gpu"
-    asked = Request(content, section, count, "paddle", device, "float32", ranks.num_ranks, 1)
+    asked = Request(content, section, count, "paddle", device_name(), "float32", ranks.num_ranks, 1)
     return {
         "request": asdict(asked),
         "settings": [list(ranks.fleet.ranks), settings.timeout_s, settings.unsafe],
