@@ -55,7 +55,9 @@ class _Messages:
 
 
 def _member_names(subject: Subject) -> list[str]:
-    return sorted({tensor.member for tensor in subject.graph.tensors} | {""})
+    """The members of the graph's tensors, and of the plan's edges, which no message of a wrong program may carry."""
+    edges = {edge.name for edge in subject.plan.spec.edges} if subject.lowered is not None else set()
+    return sorted({tensor.member for tensor in subject.graph.tensors} | edges | {""})
 
 
 def _messages(subject: Subject) -> _Messages:
@@ -188,7 +190,7 @@ def _relayed(subject: Subject, direction: _Direction) -> Iterator[tuple[int, int
     edges = {edge.name: edge.has_gradient or direction.source < 0 for edge in plan.spec.edges}
     for boundary, edge in enumerate(plan.edges if edges and plan.spec.transport.messages != "packed" else ()):
         for tensor in edge.variants[0]:
-            if edges.get(tensor.member) and tensor.member in names:
+            if edges.get(tensor.member):
                 yield (boundary + 1 if direction.source < 0 else boundary), names.index(tensor.member)
 
 

@@ -18,12 +18,13 @@ from tests.zoo import (
     i_races,
     j_random,
     k_checkpoints,
+    l_edges,
     rule_mutants,
 )
 
 FAMILIES = (
     a_layout, b_order, c_messages, d_mapping, e_scale, f_accumulation, g_tied, h_reductions, i_races, j_random,
-    k_checkpoints,
+    k_checkpoints, l_edges,
 )  # fmt: skip
 
 with (Path(__file__).parent / "bugs.csv").open(encoding="utf-8", newline="") as _stream:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pages import EVIDENCE, ROOT, main, table
 
-COMMUNICATION = "ABCD"
+COMMUNICATION = "ABCDL"
 """The families of bugs on the first page, by the first letter of their ids; all others are on the second page."""
 
 WRITTEN_BY = "<!-- Written by validation/pages/make_zoo.py from tests/zoo/. Do not edit. -->\n"
@@ -26,8 +26,8 @@ correct program or plan, and the one change (the *mutation*) that reintroduces t
 reports an error on the correct form, and that exactly the listed rules kill the mutant, with all rules on. Where the
 table has *seen*, the tests also run the mutant on real processes and observe the symptom.
 
-This page has the bugs in layouts, order, messages and mapping. [The second page](zoo-computation.md) has those in
-gradients, buffers and state.
+This page has the bugs in layouts, order, messages and mapping, and of models that are not a chain. [The second
+page](zoo-computation.md) has those in gradients, buffers and state.
 """
 
 COMPUTATION = """\
