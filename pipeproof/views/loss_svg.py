@@ -27,7 +27,7 @@ _MOST_POINTS = 60
 """Most points of a part whose points are marked."""
 _STYLE = """\
 .axis{stroke:#8c959f;stroke-width:.5;fill:none}.curve{fill:none;stroke-linecap:round;stroke-linejoin:round}
-.border{stroke:#57606a;stroke-dasharray:4 3}.bad{stroke:#cf222e;stroke-width:1.5}"""
+.boundary{stroke:#57606a;stroke-dasharray:4 3}.bad{stroke:#cf222e;stroke-width:1.5}"""
 _ALWAYS_LIGHT = ".paper{fill:#fff}text{fill:#24292f}.faint{fill:#57606a}"
 
 
@@ -62,7 +62,7 @@ def loss_svg(title: str, trainings: Sequence[Sequence[LossPart]]) -> str:
         y = _TOP + _LINE * (row + 1) - 6
         marks += [_path(f"M{left} {y - 4}h30", colour, training), text(left + 40, y, _fitted(part.label))]
     marks += [text(left + 40, _TOP + _LINE * (len(marked) + row + 1) - 6, note) for row, note in enumerate(notes)]
-    marks += [*area.axes(y_ticks, labels), *_borders(trainings, area)]
+    marks += [*area.axes(y_ticks, labels), *_boundaries(trainings, area)]
     for training, part, colour in marked:
         marks += _curve(part, area, colour, training)
     for lane, training in enumerate(lanes):
@@ -154,10 +154,10 @@ class _Area:
             yield text(self.x(int(tick)), bottom + 18, f"{tick}", "mid")
 
 
-def _borders(trainings: Sequence[Sequence[LossPart]], area: _Area) -> Iterator[str]:
+def _boundaries(trainings: Sequence[Sequence[LossPart]], area: _Area) -> Iterator[str]:
     """A line where a part follows another."""
     steps = {part.losses[0][0] for parts in trainings for part in parts[1:]}
-    yield from (f'<path class="border" d="M{px(area.x(step))} {area.top}v{_HEIGHT}"/>' for step in sorted(steps))
+    yield from (f'<path class="boundary" d="M{px(area.x(step))} {area.top}v{_HEIGHT}"/>' for step in sorted(steps))
 
 
 def _path(line: str, colour: str, training: int) -> str:

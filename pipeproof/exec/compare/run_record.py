@@ -27,7 +27,7 @@ from pipeproof.comm.op_graph import LoweredPlan, index_of
 from pipeproof.exec.compare.compare_gradients import RouterResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
 from pipeproof.exec.rank.job_files import Loss, RecordOptions, save_arrays
-from pipeproof.stages.describe.layer_records import BorderTensor
+from pipeproof.stages.describe.layer_records import RecordedTensor
 from pipeproof.version import __version__
 
 
@@ -87,7 +87,7 @@ class Recorder:
         of_reference: list[Recorded] = []
         run_values: dict[str, Array] = {}
         reference_values: dict[str, Array] = {}
-        tensors = [*self._borders(step, ranks, reference), *self._gradients(step, ranks, reference)]
+        tensors = [*self._layer_tensors(step, ranks, reference), *self._gradients(step, ranks, reference)]
         for blank, parts, whole in tensors:
             if parts:
                 of_run.append(_recorded(blank, parts, assembled(parts), run_values))
@@ -99,15 +99,15 @@ class Recorder:
         reference_step = _step(step, reference.loss, of_reference, reference_routers)
         self._reference.put(reference_step, reference_values if self._options.values else None)
 
-    def _borders(
+    def _layer_tensors(
         self, step: int, ranks: Sequence[RankStep], reference: ReferenceStep
     ) -> Iterable[tuple[Recorded, dict[int, _RankPart], Array | None]]:
         recorded = [*(of_rank.layers for of_rank in ranks), reference.layers]
-        names = {key: BorderTensor.parse(key) for layers in recorded for key in layers}
+        names = {key: RecordedTensor.parse(key) for layers in recorded for key in layers}
         for key in sorted(names, key=lambda key: self._order(names[key])):
             name = names[key]
             parts = {
-                rank: _RankPart(self._border_index(rank, name, of_rank.layers[key]), of_rank.layers[key])
+                rank: _RankPart(self._layer_index(rank, name, of_rank.layers[key]), of_rank.layers[key])
                 for rank, of_rank in enumerate(ranks)
                 if key in of_rank.layers
             }
@@ -129,13 +129,13 @@ class Recorder:
                 blank = Recorded(step, layer, (), "", "", 0.0, (), parameter=parameter.name)
                 yield blank, parts, reference.gradients.get(parameter.name)
 
-    def _order(self, name: BorderTensor) -> tuple[int, bool, int, int, bool]:
+    def _order(self, name: RecordedTensor) -> tuple[int, bool, int, int, bool]:
         """Sort key of a tensor: the order of one process that runs micro-batches one by one."""
         layer, backward = self._layers.index(name.layer), name.direction == "backward"
         sign = -1 if backward else 1
         return (name.micro_batch, backward, sign * name.split, sign * layer, name.side == "output")
 
-    def _border_index(self, rank: int, name: BorderTensor, array: Array) -> Index:
+    def _layer_index(self, rank: int, name: RecordedTensor, array: Array) -> Index:
         """A rank's range of the whole tensor: tokens are sharded with sequence parallelism, losses never are."""
         tp_rank, num_tp = self._plan.mesh.coords(rank)["tp"], self._plan.mesh.size("tp")
         is_loss = (name.layer, name.direction, name.side) == (self._layers[-1], "forward", "output")

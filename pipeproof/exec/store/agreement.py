@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.problems import grouped
 from pipeproof.exec.store.store import (
-    AnsweringStore,
     Store,
+    TimeoutStore,
     finding_content,
     finding_of,
     get_json,
@@ -47,7 +47,7 @@ class Agreement:
 
     def __init__(self, store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._store, self.timeout_s = AnsweringStore(store, _GET_S), timeout_s
+        self._store, self.timeout_s = TimeoutStore(store, _GET_S), timeout_s
 
     def gather(self, phase: str, work: Callable[[], Any]) -> list[Any]:
         """Return the JSON results of ``work`` on every rank, in order; every rank calls it once for each phase.

@@ -126,7 +126,7 @@ _END_S = 10.0
 """Longest wait for a call that another thread has begun."""
 
 
-class AnsweringStore:
+class TimeoutStore:
     """A ``Store`` that counts as gone if it does not answer a call within ``answer_s`` seconds.
 
     Its calls are made one after the other. ``part`` shares the thread.
@@ -159,9 +159,9 @@ class AnsweringStore:
         """Remove a value: ``get`` then waits for the next."""
         self._answer(lambda: self._store.remove(key))
 
-    def part(self, prefix: str) -> AnsweringStore:
+    def part(self, prefix: str) -> TimeoutStore:
         """The same store with a prefix of all keys."""
-        return AnsweringStore(self._store.part(prefix), self._answer_s, self._caller)
+        return TimeoutStore(self._store.part(prefix), self._answer_s, self._caller)
 
     def of_thread(self) -> Store:
         """The store itself for another thread: its calls have no limit, and take no time for a change of threads."""

@@ -22,7 +22,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class BorderTensor:
+class RecordedTensor:
     """Identity of a recorded tensor: the ``input`` or ``output`` of a layer in one direction.
 
     In backward the input is the gradient of the layer's output, and the output the gradient of its input.
@@ -41,7 +41,7 @@ class BorderTensor:
         return f"{self.layer}/{self.direction}/{self.side}/{self.micro_batch}/{self.split}"
 
     @classmethod
-    def parse(cls, key: str) -> BorderTensor:
+    def parse(cls, key: str) -> RecordedTensor:
         """The identity of a key."""
         layer, direction, side, micro_batch, split = key.split("/")
         return cls(layer, direction, side, int(micro_batch), int(split))  # type: ignore[arg-type]  # as ``key`` wrote
@@ -55,11 +55,11 @@ class LayerWatch:
 
     def __init__(self, join_dim: int | None = None) -> None:
         self._join_dim = join_dim
-        self._parts: dict[BorderTensor, list[Array | None]] = {}
+        self._parts: dict[RecordedTensor, list[Array | None]] = {}
 
     def see(self, layer: str, side: Side, micro_batch: int, split: int, parts: Sequence[Any]) -> None:
         """Copy a layer's forward input or output, and later its gradient."""
-        name = BorderTensor(layer, "forward", side, micro_batch, split)
+        name = RecordedTensor(layer, "forward", side, micro_batch, split)
         self._parts[name] = [_copy(part) for part in parts]
         backward_side: Side = "output" if side == "input" else "input"
         gradients: list[Array | None] = [None] * len(parts)
@@ -80,7 +80,7 @@ class LayerWatch:
 
     def see_loss(self, layer: str, micro_batch: int, split: int, loss: Any) -> None:
         """Copy the scaled loss of the last layer. Its gradient is one and is not recorded."""
-        self._parts[BorderTensor(layer, "forward", "output", micro_batch, split)] = [_copy(loss)]
+        self._parts[RecordedTensor(layer, "forward", "output", micro_batch, split)] = [_copy(loss)]
 
     def take(self) -> dict[str, Array]:
         """Return all tensors since the last call, whole, by key. Tensors without a gradient have no backward entry."""

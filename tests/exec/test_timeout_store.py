@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipeproof.exec.store.store import AnsweringStore
+from pipeproof.exec.store.store import TimeoutStore
 from tests.train.fake_store import FakeStore, wait_until
 
 
@@ -27,7 +27,7 @@ class StoppedStore(FakeStore):
 
 def test_values_and_errors_are_those_of_the_store():
     inner = FakeStore()
-    store = AnsweringStore(inner, 5.0).part("a/")
+    store = TimeoutStore(inner, 5.0).part("a/")
     store.set("key", "value")
     assert (store.get("key", 0.0), store.has("key"), store.has("none")) == ("value", True, False)
     assert (store.add("n", 2), store.add("n")) == (2, 2)
@@ -43,7 +43,7 @@ def test_values_and_errors_are_those_of_the_store():
 
 def test_a_store_that_does_not_answer_has_gone_for_all_threads():
     inner = StoppedStore()
-    store = AnsweringStore(inner, 0.2)
+    store = TimeoutStore(inner, 0.2)
     part = store.part("a/")
     assert not store.has("key")
     inner.is_stopped = True
@@ -59,14 +59,14 @@ def test_a_store_that_does_not_answer_has_gone_for_all_threads():
 
 def test_a_wait_is_longer_than_the_limit_of_an_answer():
     inner = FakeStore()
-    store = AnsweringStore(inner, 0.5)
+    store = TimeoutStore(inner, 0.5)
     threading.Timer(1.0, inner.set, ("key", "late")).start()
     assert store.get("key", 20.0) == "late"
 
 
 def test_the_thread_ends_with_the_store():
     before = {*threading.enumerate()}
-    store = AnsweringStore(FakeStore(), 5.0)
+    store = TimeoutStore(FakeStore(), 5.0)
     store.has("key")
     (thread,) = {*threading.enumerate()} - before
     del store
@@ -77,12 +77,12 @@ def test_the_thread_ends_with_the_store():
 def test_a_process_does_not_end_while_another_thread_is_in_a_call():
     program = (
         "import sys, threading, time\n"
-        "from pipeproof.exec.store.store import AnsweringStore\n"
+        "from pipeproof.exec.store.store import TimeoutStore\n"
         "class Slow:\n"
         "    def has(self, key):\n"
         "        time.sleep(1.0)\n"
         "        print('answered', flush=True)\n"
-        "store = AnsweringStore(Slow(), 20.0)\n"
+        "store = TimeoutStore(Slow(), 20.0)\n"
         "threading.Thread(target=store.has, args=('key',), daemon=True).start()\n"
         "time.sleep(0.2)\n"
     )
