@@ -168,7 +168,7 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
 def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     from pipeproof.diagnostics.units import size_text
     from pipeproof.signals import TerminatedError, terminate_raises
-    from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint, require_crcs
+    from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint
     from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path
     from pipeproof.state.reshard.reshard_codes import require_not_state_file
     from pipeproof.state.reshard.shard_layout import ShardLayout
@@ -191,8 +191,6 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     if source.others:
         more = f" and {len(source.others) - 1:,} more" if len(source.others) > 1 else ""
         echo(f"left out, because they are not tensors of model or optimizer: {source.others[0]}{more}", err=True)
-    with showing_progress("reading checksums"):
-        require_crcs(source)
     if num_checksummed(source) < len(source.files):
         echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
     started = time.monotonic()

@@ -115,7 +115,7 @@ def _print_verified(opened: Checkpoint) -> None:
     if bare:
         subject = "it" if num_files == 1 else f"{bare} of them"
         result = f"has the length of its header; there is no SHA-256 of {subject} to check the content"
-    elif opened.crcs:
+    elif opened.kind == "dcp":
         result = "has the CRC-32 of its content" if num_files == 1 else "has the CRC-32 of each tensor in it"
     else:
         origin = "its provenance file" if opened.kind == "merged" else "the index"

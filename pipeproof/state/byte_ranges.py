@@ -24,6 +24,7 @@ from pipeproof.state.regions import Region, row_numels, spanned_range
 from pipeproof.state.safetensors_header import make_header, read_header, require_array
 from pipeproof.state.state_codes import StateError, reading
 from pipeproof.state.state_index import ShardFile, TensorEntry
+from pipeproof.state.torch_archive import TorchArchive, load_bytes
 from pipeproof.system_calls import open_to_read, read_at, sync
 
 SCRATCH_BYTES = 2**20
@@ -35,7 +36,7 @@ _GAP = 2**14
 
 
 class ByteRange(NamedTuple):
-    """A region of a tensor that is stored in C order from the byte ``start`` of a file on.
+    """A region of a tensor that is stored in C order from the byte ``start`` of a file on, or in an archive there.
 
     ``dtype`` has the bits of the elements.
     """
@@ -44,6 +45,7 @@ class ByteRange(NamedTuple):
     start: int
     region: Region
     dtype: np.dtype[Any]
+    archive: TorchArchive | None = None
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -66,6 +68,7 @@ class RangeReader:
         self._handles: dict[Path, int] = {}
         self._scratch = np.empty(scratch_bytes, np.uint8)
         self._scratch_range: tuple[Path, int, int] | None = None
+        self._loaded: tuple[Path, int, npt.NDArray[np.uint8]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -106,6 +109,10 @@ class RangeReader:
         Raises:
             StateError: The file cannot be read, or is too short.
         """
+        if array.archive is not None:
+            elements = self.load(array.path, array.start, array.archive).view(array.dtype).reshape(array.extents)
+            out[...] = _converted(elements[region.slices], convert)
+            return
         item, (first, stop) = array.dtype.itemsize, spanned_range(region, array.extents)
         direct = out.reshape(-1).view(np.uint8) if convert is None and out.flags.c_contiguous else None
         dim = next((dim for dim, extent in enumerate(region.extents) if extent > 1), None)
@@ -164,6 +171,18 @@ class RangeReader:
             self._scratch_range = cached = wanted_range
         offset = wanted_range[1] - cached[1] + spanned_range(region, array.extents)[0] * item - begin
         return np.ndarray(region.extents, array.dtype, self._scratch, offset, [row * item for row in rows])
+
+    def load(self, path: Path, start: int, archive: TorchArchive) -> npt.NDArray[np.uint8]:
+        """Return the bytes of the tensor in an archive at the byte ``start``; the last one loaded is kept.
+
+        Raises:
+            StateError: The file cannot be read, or the archive is damaged or changed; or PyTorch is not installed.
+        """
+        if self._loaded is None or self._loaded[:2] != (path, start):
+            content = np.empty(archive.length, np.uint8)
+            self.read(path, start, content)
+            self._loaded = path, start, load_bytes(path, start, content.tobytes(), archive)
+        return self._loaded[2]
 
     def _opened(self, path: Path) -> int:
         """Return a handle; with too many open files, the least recently used one is closed."""

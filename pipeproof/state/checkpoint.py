@@ -9,11 +9,10 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +24,7 @@ from pipeproof.state.byte_ranges import Bits, ByteRange, RangeReader, bits_dtype
 from pipeproof.state.regions import Region, TilingFault, flat_regions, intersect, tiling_fault
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, ShardFile, StateIndex, TensorEntry
+from pipeproof.state.torch_archive import TorchArchive
 
 SUFFIX = ".safetensors"
 FIX = "copy the checkpoint again from where it was saved, or name another one"
@@ -35,13 +35,14 @@ FIX = "copy the checkpoint again from where it was saved, or name another one"
 class HeldShard:
     """A shard and its holder: the rank that has or wrote it, if known, or else a file.
 
-    ``start`` is the byte of the file where its first element is.
+    ``start`` is the byte of the file where its first element is, or where ``archive`` begins, which PyTorch saved.
     """
 
     shard: Shard
     rank: int | None
     file: Path
     start: int = 0
+    archive: TorchArchive | None = None
 
     @property
     def where(self) -> str:
@@ -70,8 +71,6 @@ class Checkpoint:
     """Index of a state; for a merged file the index in its provenance file, if it has the file's tensors."""
     others: tuple[str, ...] = ()
     """Names of other stored objects than tensors of model and optimizer, such as learning rates and RNG states."""
-    crcs: Mapping[HeldShard, int] = field(default_factory=lambda: MappingProxyType({}))
-    """CRC-32 of the content of each shard, if its file has one; -1 if it covers more than the shard."""
 
     def has_sha256(self, file: Path) -> bool:
         """Return True if an index has a SHA-256 to compare the content of a file with."""
@@ -129,7 +128,7 @@ class CheckpointReader:
         entry = self._checkpoint.tensors[name]
         bits = bits_dtype(entry.dtype)
         ranges = tuple(
-            ByteRange(held.file, held.start + first * bits.itemsize, region, bits)
+            ByteRange(held.file, held.start + first * bits.itemsize, region, bits, held.archive)
             for held in self._checkpoint.shards.get(name, ())
             for first, region in held.shard.regions()
         )

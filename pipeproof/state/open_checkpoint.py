@@ -186,32 +186,19 @@ def file_findings(path: Path) -> tuple[Finding, ...]:
         return _faults_of_state(path) or error.findings
     tiling_checks = (partial(require_tiled, checkpoint, name) for name in sorted(checkpoint.tensors))
     whole_file_checks = _whole_file_checks(checkpoint.files, checkpoint.tensors)
-    return _faults([*whole_file_checks, *_crc_checks(checkpoint), *tiling_checks])
+    return _faults([*whole_file_checks, *_archive_checks(checkpoint), *tiling_checks])
 
 
-def _crc_checks(checkpoint: Checkpoint) -> list[_Check]:
-    from pipeproof.state.dcp.dcp_checkpoint import require_crc
+def _archive_checks(checkpoint: Checkpoint) -> list[_Check]:
+    from pipeproof.state.dcp.dcp_checkpoint import require_loaded
 
-    tensors = checkpoint.tensors
-    return [partial(require_crc, held, tensors[held.shard.tensor].dtype, crc) for held, crc in checkpoint.crcs.items()]
-
-
-def require_crcs(checkpoint: Checkpoint) -> None:
-    """Check the content of all shards that have a CRC-32 in their files.
-
-    Raises:
-        StateError: One was changed, or cannot be read.
-    """
-    faults = _faults(_crc_checks(checkpoint))
-    if faults:
-        error = StateError(faults[0].message, FIX)
-        error.findings = faults
-        raise error
+    shards = (held for of_tensor in checkpoint.shards.values() for held in of_tensor)
+    return [partial(require_loaded, held) for held in shards if held.archive is not None]
 
 
 def num_checksummed(checkpoint: Checkpoint) -> int:
     """Return the number of files that have a SHA-256 or CRCs to compare with."""
-    if checkpoint.crcs:
+    if checkpoint.kind == "dcp":
         return len(checkpoint.files)
     return sum(map(checkpoint.has_sha256, checkpoint.files))
 

@@ -1,1 +1,1 @@
-"""PyTorch's distributed checkpoint (DCP): read without PyTorch, and without executing its pickles."""
+"""PyTorch's distributed checkpoint (DCP): its metadata, read without executing its pickle, and its tensors."""

@@ -1,27 +1,17 @@
-"""Opening PyTorch's distributed checkpoint (DCP): its metadata is compared with the archives in its files.
-
-The elements of a tensor are in a file unchanged: they are located and streamed like in other formats.
-"""
+"""Opening PyTorch's distributed checkpoint (DCP) by its metadata; PyTorch loads the tensors as they are read."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
-from math import prod
-from operator import itemgetter
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
-from pipeproof.foreign_text import open_foreign, regular_size
-from pipeproof.specs.axis_layout import dtype_bytes
+from pipeproof.foreign_text import regular_size
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
-from pipeproof.state.dcp.dcp_metadata import METADATA_FILE, DcpChunk, DcpMetadata, read_metadata
-from pipeproof.state.dcp.torch_archive import locate_tensor
+from pipeproof.state.dcp.dcp_metadata import METADATA_FILE, DcpChunk, DcpMetadata, DcpTensor, read_metadata
 from pipeproof.state.state_codes import DcpError, reading
 from pipeproof.state.state_index import Shard, TensorEntry, TensorKind
+from pipeproof.state.torch_archive import FIX, TorchArchive
 
 RESERVED = "pipeproof."
 """Beginning of ``save_dcp``'s names for entries outside of the model: RNG states, positions, its own record."""
@@ -29,8 +19,6 @@ OPTIMIZER = "optimizer.state."
 _STATES = (OPTIMIZER, "optim.state.", "state.")
 """Beginnings of the names of optimizer states, which have the weight's name and the slot's: ours, and PyTorch's."""
 _MODEL = ("", "model.")
-_BLOCK = 2**22
-_FIX = "save the checkpoint again, or copy it again from where it was saved"
 
 
 def is_dcp(path: Path) -> bool:
@@ -42,76 +30,51 @@ def open_dcp(path: Path) -> Checkpoint:
     """Open the checkpoint of PyTorch's in the directory ``path``, with its tensors under their names in it.
 
     Raises:
-        DcpError: A file is missing, cut short, or differs from the metadata; or the metadata is a foreign pickle.
+        DcpError: A file is missing or cut short, or the metadata is a foreign pickle.
     """
     metadata = read_metadata(path)
     require_files(path, metadata)
     tensors = {name: tensor for name, tensor in metadata.tensors.items() if not name.startswith(RESERVED)}
     entries = {name: _entry(name, metadata) for name in tensors}
-    places = [(chunk.file, chunk.start, name, number) for name in tensors for number, chunk in _chunks(metadata, name)]
-    located = {(name, number): held for name, number, held in _located(path, metadata, places)}
-    stored = {name: tuple(located[name, number][0] for number, _ in _chunks(metadata, name)) for name in tensors}
+    stored = {
+        name: tuple(_held(path, name, tensors[name], chunk) for chunk in tensors[name].chunks) for name in tensors
+    }
     others = tuple(sorted({*metadata.objects, *(metadata.tensors.keys() - tensors.keys())}))
     files = dict.fromkeys(sorted({path / file for file in metadata.spans()}))
-    return Checkpoint(path, "dcp", entries, stored, files, None, others=others, crcs=dict(located.values()))
+    return Checkpoint(path, "dcp", entries, stored, files, None, others=others)
 
 
-_Place = tuple[str, int, str, int]
-"""File and first byte of a chunk, the name of its tensor, and its number there."""
-
-
-def _chunks(metadata: DcpMetadata, name: str) -> Iterable[tuple[int, DcpChunk]]:
-    return enumerate(metadata.tensors[name].chunks)
-
-
-def _located(
-    path: Path, metadata: DcpMetadata, places: Iterable[_Place]
-) -> Iterator[tuple[str, int, tuple[HeldShard, int]]]:
-    """Yield name and number of chunks, the location of their elements, and their CRC-32; file by file."""
-    for file, of_file in groupby(sorted(places), key=itemgetter(0)):
-        with reading(path / file, _FIX), open_foreign(path / file) as stream:
-            for _, _, name, number in of_file:
-                tensor = metadata.tensors[name]
-                chunk = tensor.chunks[number]
-                array, crc = locate_tensor(stream, path / file, name, tensor.dtype, chunk)
-                shard = Shard(tensor=name, offsets=chunk.offsets, extents=chunk.extents)
-                yield name, number, (HeldShard(shard, _rank_of(file), path / file, array.start), crc)
+def _held(path: Path, name: str, tensor: DcpTensor, chunk: DcpChunk) -> HeldShard:
+    shard = Shard(tensor=name, offsets=chunk.offsets, extents=chunk.extents)
+    archive = TorchArchive(name, tensor.dtype, chunk.extents, chunk.length)
+    return HeldShard(shard, _rank_of(chunk.file), path / chunk.file, chunk.start, archive)
 
 
 def require_content(path: Path, metadata: DcpMetadata, share: int, num_shares: int) -> None:
-    """Refuse a checkpoint with an element that has changed; of ``num_shares`` processes, each checks its share.
+    """Load the tensors of a checkpoint, and compare their CRC-32; of ``num_shares`` processes, each loads its share.
 
     Raises:
-        DcpError: An archive is damaged, or its elements have another CRC-32.
+        DcpError: An archive is damaged or changed.
     """
-    places = sorted(
-        (chunk.file, chunk.start, name, number)
-        for name in metadata.tensors
-        for number, chunk in _chunks(metadata, name)
+    shards = sorted(
+        (chunk.file, chunk.start, _held(path, name, tensor, chunk))
+        for name, tensor in metadata.tensors.items()
+        for chunk in tensor.chunks
     )
-    begin, end = (len(places) * number // num_shares for number in (share, share + 1))
-    for name, _, (stored, crc) in _located(path, metadata, places[begin:end]):
-        require_crc(stored, metadata.tensors[name].dtype, crc)
+    begin, end = (len(shards) * number // num_shares for number in (share, share + 1))
+    for _, _, held in shards[begin:end]:
+        require_loaded(held)
 
 
-def require_crc(stored: HeldShard, dtype: str, crc: int) -> None:
-    """Refuse a shard whose elements have another CRC-32; -1 is none.
+def require_loaded(held: HeldShard) -> None:
+    """Load a shard, and compare its CRC-32.
 
     Raises:
-        DcpError: It was changed.
+        DcpError: Its archive is damaged or changed.
     """
-    if crc < 0:
-        return
-    computed, num_bytes = 0, prod(stored.shard.shape) * dtype_bytes(dtype)
-    buffer = np.empty(min(_BLOCK, num_bytes), np.uint8)
-    with RangeReader(_FIX) as reader:
-        for begin in range(0, num_bytes, _BLOCK):
-            block = buffer[: num_bytes - begin]
-            reader.read(stored.file, stored.start + begin, block)
-            computed = zlib.crc32(block.data, computed)
-    if computed != crc:
-        message = f"{stored.file} was changed: the elements of {stored.shard.tensor} have another CRC-32 than it lists"
-        raise DcpError(message, _FIX)
+    assert held.archive is not None, "it is a shard of PyTorch's"
+    with RangeReader(FIX) as files:
+        files.load(held.file, held.start, held.archive)
 
 
 def require_files(path: Path, metadata: DcpMetadata) -> None:
@@ -122,17 +85,17 @@ def require_files(path: Path, metadata: DcpMetadata) -> None:
     """
     firsts = _first_names(metadata)
     for file, length in sorted(metadata.spans().items()):
-        with reading(path / file, _FIX):
+        with reading(path / file, FIX):
             try:
                 size = regular_size(path / file)
             except FileNotFoundError as error:
-                raise DcpError(f"{path / file} is missing; it holds {firsts[file]}", _FIX) from error
+                raise DcpError(f"{path / file} is missing; it holds {firsts[file]}", FIX) from error
         if size < length:
-            raise DcpError(f"{path / file} is cut short: it has {size} bytes, and {length} in the metadata", _FIX)
+            raise DcpError(f"{path / file} is cut short: it has {size} bytes, and {length} in the metadata", FIX)
 
 
 def _first_names(metadata: DcpMetadata) -> Mapping[str, str]:
-    named = [(chunk.file, name) for name in metadata.tensors for _, chunk in _chunks(metadata, name)]
+    named = [(chunk.file, name) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks]
     named += [(stored.file, name) for name, stored in metadata.objects.items()]
     return dict(reversed(named))
 

@@ -28,6 +28,7 @@ from pipeproof.state.flex.pickles import (
     whole_numbers,
 )
 from pipeproof.state.state_codes import DcpError, is_file_name, reading
+from pipeproof.state.torch_archive import FIX
 
 METADATA_FILE = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -53,7 +54,7 @@ _ALLOWED = {
     *(GlobalName("pathlib._local", name) for name in ("PosixPath", "WindowsPath")),
     GlobalName("collections", "OrderedDict"),
 }
-DTYPES = frozenset(
+_DTYPES = frozenset(
     {
         *(f"float{bits}" for bits in (16, 32, 64)),
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -66,7 +67,6 @@ DTYPES = frozenset(
 """Types of tensors that are read, under PyTorch's names, which are also pipeproof's."""
 _ANY_DTYPE = re.compile(r"bool|(bfloat|float|u?int|complex|quint|qint)\d+\w*")
 """Names of PyTorch's types; one that is not supported is refused later, with the name of the tensor."""
-_FIX = "save the checkpoint again, or copy it again from where it was saved"
 _FIX_FOREIGN = "PyTorch executes what a pickle names: do not load this file, and check its origin"
 
 
@@ -122,18 +122,18 @@ def read_metadata(directory: Path) -> DcpMetadata:
         StateError: It cannot be read.
     """
     path = directory / METADATA_FILE
-    with reading(path, _FIX):
+    with reading(path, FIX):
         try:
             metadata = _fields(path, unpickled(path, allows=_is_allowed), "Metadata")
         except ForeignNameError as error:
             message = f"{path} names {error}, which no metadata of DCP has; nothing of it was executed"
             raise DcpError(message, _FIX_FOREIGN) from error
         except UnreadablePickleError as error:
-            raise DcpError(f"{path} is damaged, or no metadata of PyTorch's DCP: {error}", _FIX) from error
+            raise DcpError(f"{path} is damaged, or no metadata of PyTorch's DCP: {error}", FIX) from error
     try:
         return _metadata(path, metadata)
     except MALFORMED as error:
-        raise DcpError(f"{path} is not metadata of PyTorch's DCP: {error!r}", _FIX) from error
+        raise DcpError(f"{path} is not metadata of PyTorch's DCP: {error!r}", FIX) from error
 
 
 def _is_allowed(global_name: GlobalName) -> bool:
@@ -162,7 +162,7 @@ def _metadata(path: Path, metadata: Mapping[str, Any]) -> DcpMetadata:
             part = _fields(path, chunk, "ChunkStorageMetadata")
             offsets, extents = _sizes(part["offsets"]), _sizes(part["sizes"])
             if not len(offsets) == len(extents) == len(shape):
-                raise DcpError(f"{path}: a chunk of {name} and the tensor differ in their number of dims", _FIX)
+                raise DcpError(f"{path}: a chunk of {name} and the tensor differ in their number of dims", FIX)
             archive = _stored_at(path, stored, name, offsets)
             chunks.append(DcpChunk(offsets, extents, archive.file, archive.start, archive.length))
         tensors[_text(name)] = DcpTensor(dtype, shape, tuple(chunks))
@@ -177,22 +177,22 @@ def _stored_at(
 ) -> DcpObject:
     if (name, offsets) not in stored:
         where = name if offsets is None else f"the chunk of {name} at {list(offsets)}"
-        raise DcpError(f"{path} has no file for {where}", _FIX)
+        raise DcpError(f"{path} has no file for {where}", FIX)
     return stored[name, offsets]
 
 
 def _place(path: Path, name: str, info: Mapping[str, Any]) -> DcpObject:
     file, start, length = info["relative_path"], *whole_numbers((info["offset"], info["length"]))
     if not is_file_name(file):
-        raise DcpError(f"{path}: {name} is in {file!r}, which does not name a file next to it", _FIX)
+        raise DcpError(f"{path}: {name} is in {file!r}, which does not name a file next to it", FIX)
     return DcpObject(file, start, length)
 
 
 def _dtype(path: Path, name: str, properties: Any) -> str:
     if not isinstance(properties, PickledObject) or not isinstance(properties.state, tuple):
-        raise DcpError(f"{path}: {name} has no properties", _FIX)
+        raise DcpError(f"{path}: {name} has no properties", FIX)
     dtype = properties.state[0]
-    if not isinstance(dtype, GlobalName) or dtype.module != "torch" or dtype.name not in DTYPES:
+    if not isinstance(dtype, GlobalName) or dtype.module != "torch" or dtype.name not in _DTYPES:
         shown = dtype.name if isinstance(dtype, GlobalName) else repr(dtype)
         fix = "remove such tensors, or convert them to a type of safetensors files"
         raise DcpError(f"{path}: {name} has the type {shown}, which is not supported", fix)
@@ -202,9 +202,9 @@ def _dtype(path: Path, name: str, properties: Any) -> str:
 def _fields(path: Path, instance: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(instance, PickledObject) or instance.global_name.name != name:
         type_name = instance.global_name.name if isinstance(instance, PickledObject) else type(instance).__name__
-        raise DcpError(f"{path} has {type_name} where DCP's {name} should be", _FIX)
+        raise DcpError(f"{path} has {type_name} where DCP's {name} should be", FIX)
     if not isinstance(instance.state, dict):
-        raise DcpError(f"{path}: a {name} has no fields", _FIX)
+        raise DcpError(f"{path}: a {name} has no fields", FIX)
     return instance.state
 
 

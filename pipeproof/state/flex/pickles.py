@@ -67,19 +67,12 @@ class PickledBytes:
         return self.length
 
 
-@dataclass(frozen=True, slots=True)
-class PersistentId:
-    """A reference to an object that is stored outside of the pickle, such as the elements of a PyTorch tensor."""
-
-    value: Any
-
-
 class UnreadablePickleError(Exception):
     """The pickle uses an unknown operation, or is damaged."""
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a pickle as dicts, lists, sets, tuples, text, numbers and the four records of this module.
+    """Read a pickle as dicts, lists, sets, tuples, text, numbers and the three records of this module.
 
     Raises:
         FlexError: It cannot be read, is cut short, or uses an operation that Paddle's pickles lack.
@@ -96,10 +89,8 @@ class ForeignNameError(UnreadablePickleError):
     """The pickle names a function or class that its kind of pickle does not use."""
 
 
-def unpickled(
-    path: Path, start: int = 0, length: int | None = None, allows: Callable[[GlobalName], bool] = lambda _: True
-) -> Any:
-    """Read the pickle at the bytes ``start`` to ``start + length`` of a file, or from ``start`` on, as records.
+def unpickled(path: Path, allows: Callable[[GlobalName], bool] = lambda _: True) -> Any:
+    """Read the pickle in a file as records.
 
     Raises:
         OSError: The file cannot be read.
@@ -109,9 +100,9 @@ def unpickled(
     """
     with open_foreign(path) as stream:
         size = stream.seek(0, io.SEEK_END)
-        stream.seek(start)
+        stream.seek(0)
         try:
-            value = _run(_Source(stream, size if length is None else min(size, start + length), start), allows)
+            value = _run(_Source(stream, size), allows)
             _require_moderate(value)
         except (struct.error, *MALFORMED) as error:
             raise UnreadablePickleError(str(error)) from error
@@ -119,13 +110,13 @@ def unpickled(
 
 
 class _Source:
-    """A pickle in a file, for ``pickletools``; ``size`` is the byte of the file where it must have ended.
+    """A pickle in a file of ``size`` bytes, for ``pickletools``.
 
     Bytes that are too long for a text are skipped, and not read.
     """
 
-    def __init__(self, stream: BinaryIO, size: int, start: int) -> None:
-        self._stream, self._size, self._at = stream, size, start
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream, self._size, self._at = stream, size, 0
 
     def tell(self) -> int:
         return self._at
@@ -227,8 +218,6 @@ class _Machine:
             case "BUILD":
                 (state,) = self._take(1)
                 _of_type(stack[-1], PickledObject).state = state
-            case "BINPERSID":
-                stack.append(PersistentId(stack.pop()))
             case _ if operation in _TUPLES:
                 stack.append(self._take(_TUPLES[operation]))
             case _:
@@ -276,8 +265,6 @@ def _parts(value: Any) -> tuple[Any, ...]:
             return tuple(value)
         case PickledObject():
             return value.arguments, value.state
-        case PersistentId():
-            return (value.value,)
         case _:
             return ()
 
@@ -291,7 +278,7 @@ def _require_moderate(whole: Any) -> None:
     pending = [whole]
     while pending:
         value = pending[-1]
-        parts = [part for part in _parts(value) if isinstance(part, dict | list | tuple | PickledObject | PersistentId)]
+        parts = [part for part in _parts(value) if isinstance(part, dict | list | tuple | PickledObject)]
         if id(value) not in measures:
             measures[id(value)] = None
             if any(measures.get(id(part), ()) is None for part in parts):

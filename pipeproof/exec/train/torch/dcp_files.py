@@ -10,7 +10,6 @@ import secrets
 import shutil
 import socket
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from pipeproof.foreign_text import open_foreign
 from pipeproof.state.dcp.dcp_checkpoint import is_dcp, require_files
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata, DcpObject, read_metadata
 from pipeproof.state.state_codes import DCP_MISMATCH, DcpError, DcpMismatchError
+from pipeproof.state.torch_archive import load_archive
 from pipeproof.system_calls import sync
 
 _FIX_DIRECTORY = "free space, or name another directory"
@@ -237,7 +237,7 @@ class StoredObjects:
             stream.seek(stored.start)
             content = stream.read(stored.length)
             if content not in self._plain:
-                value = _loaded(content)
+                value = load_archive(content)
                 if not _is_plain(value):
                     return value
                 self._plain[content] = value
@@ -247,15 +247,6 @@ class StoredObjects:
             raise DcpError(
                 message, "copy the checkpoint again from where it was saved, and check its origin"
             ) from error
-
-
-def _loaded(content: bytes) -> Any:
-    """Return the object in an archive of ``torch.save``, after its CRC-32, which PyTorch does not compare."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        changed = archive.testzip()
-    if changed is not None:
-        raise zipfile.BadZipFile(f"{changed} has another CRC-32")
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 _PLAIN = (bool, int, float, str, type(None))
