@@ -21,7 +21,7 @@ FIX = "save the checkpoint again, or copy it again from where it was saved"
 
 
 class TorchArchive(NamedTuple):
-    """What the metadata lists of an archive: the name and type of its tensor, the shape, and the length in bytes."""
+    """An archive in a checkpoint's metadata: the name and type of its tensor, the shape, and the length in bytes."""
 
     tensor: str
     dtype: str
