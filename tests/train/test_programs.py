@@ -53,6 +53,13 @@ def test_edges_have_all_bits_on_four_ranks(case):
     require_done(output_of("edges", 4), 4, case)
 
 
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["t5", "bart", "t5_direct"])
+def test_an_encoder_and_a_decoder_of_hugging_face_have_all_bits(case, num_ranks):
+    require_done(output_of("encoder_decoder", num_ranks), num_ranks, case)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["eager", "left", "failed", "inductor"])
 def test_stages_as_graphs(case):

@@ -86,10 +86,13 @@ class StageEdges:
         return Form("dict", (*keys[: len(keys) - len(made)], *used))
 
     def wrapped(self, number: int, module: nn.Module) -> nn.Module:
-        """A stage in a wrapper that makes, takes and passes on the tensors of edges."""
+        """A stage in a wrapper that makes, takes and passes on the tensors of edges.
+
+        Also behind a stage with direct edges, which returns a dict: the wrapper gives its output by position.
+        """
         arriving = self.before(number) + self.direct(number, makes=False)
         leaving = self.before(number + 1) + self.direct(number, makes=True)
-        if not arriving and not leaving:
+        if not arriving and not leaving and not self.direct(number - 1, makes=True):
             return module
         made = [name for name, (producer, *_) in self.edges.items() if producer == number]
         used = [name for name, (_, users, _) in self.edges.items() if number in users]
