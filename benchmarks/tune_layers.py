@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof.analysis.tune.layer_cuts import Layers, Way, tried_kinds
+from pipeproof.analysis.tune.layer_cuts import Layers, Problem, Way, tried_kinds
 from pipeproof.torch import Pipeline, PlanRefused, Search, stages_of_sequential, tune
 
 WIDTH = 8
@@ -80,7 +80,7 @@ class Job:
         layers = Layers((0,) * num_layers, has_ends=False)
         for split in ("whole", "linear"):
             way = Way(split, split == "linear", ())
-            for kind, chunks in tried_kinds(way, num_ranks, self.num_micro_batches, layers):
+            for kind, chunks in tried_kinds(Problem(layers, way, num_ranks, self.num_micro_batches)):
                 if (split == "linear") == (kind.split_backwards(num_ranks, self.num_micro_batches) > 0):
                     for inner in combinations(range(1, num_layers), num_ranks * chunks - 1):
                         yield kind.name, split, tuple(b - a for a, b in pairwise((0, *inner, num_layers)))

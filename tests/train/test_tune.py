@@ -36,7 +36,16 @@ def test_modules_of_a_sequential_are_recomputed_if_that_changes_nothing(tmp_path
     run("tune_layouts.py", 2, "recompute_a_sequential", tmp_path)
 
 
-@pytest.mark.parametrize("program", ["other_models", "bad_input", "train_in_one_line"])
+def test_ranks_are_divided_into_pipelines_with_their_own_rows(tmp_path):
+    run("tune_layouts.py", 4, "divide_the_ranks", tmp_path)
+
+
+def test_layers_of_a_model_on_the_meta_device_have_memory_one_at_a_time(tmp_path):
+    pytest.importorskip("transformers")
+    run("tune_layouts.py", 2, "tune_without_memory", tmp_path)
+
+
+@pytest.mark.parametrize("program", ["other_models", "bad_input", "train_in_one_line", "vary_the_rows"])
 def test_ranks_agree(program, tmp_path):
     run("tune_layouts.py", 2, program, tmp_path)
 

@@ -10,6 +10,7 @@ from pipeproof.analysis.tune.layer_cuts import (
     Lacking,
     LayerCost,
     Layers,
+    Problem,
     Way,
     begin_search,
     search_cuts,
@@ -21,7 +22,7 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 
 def best_cut(layers, way, kind, num_ranks, num_chunks, num_micro_batches, limit=None):
     """The fastest cut of one kind, with all cuts compared."""
-    search = begin_search(layers, way, kind, num_ranks, num_chunks, num_micro_batches, limit)
+    search = begin_search(Problem(layers, way, num_ranks, num_micro_batches), kind, num_chunks, limit)
     if search is None:
         return None
     search.compare_all()
@@ -52,14 +53,16 @@ def random_model(rng, num_layers, *, splits):
         rng.choice([None, LayerCost(c.forward, 2 * c.backward_input, c.backward_weight, c.kept // 4)]) for c in costs
     )
     each_stage = LayerCost(rng.randint(0, 5), rng.randint(0, 5))
-    layers = Layers(tuple(rng.randint(0, 100) for _ in costs), rng.random() < 0.5, rng.choice([0, 3, 20]))
+    reductions = tuple(rng.randint(0, 60) for _ in costs) if rng.random() < 0.4 else ()
+    static, latency = tuple(rng.randint(0, 100) for _ in costs), rng.choice([0, 3, 20])
+    layers = Layers(static, rng.random() < 0.5, latency, reductions, rng.randint(0, 9))
     return layers, Way("any", splits, costs, recomputed if rng.random() < 0.5 else (), each_stage)
 
 
 def by_brute_force(layers, way, kind, num_ranks, num_chunks, num_micro_batches, limit):
     """The shortest step of all cuts; None where none fits."""
     schedule = kind.generate(Request(num_ranks, num_micro_batches, num_chunks))
-    search = layer_cuts._Search(layers, way, schedule, num_micro_batches, limit)
+    search = layer_cuts._Search(Problem(layers, way, num_ranks, num_micro_batches), schedule, limit)
     least = [search._least(stage) for stage in range(num_ranks * num_chunks)]
     steps = [timed.step for cut in all_cuts(layers.num_layers, least) if (timed := search._time(cut)) is not None]
     return min(steps, default=None)
@@ -74,7 +77,7 @@ def test_the_cut_is_the_best_of_all_cuts_for_every_kind_of_placement(seed):
         layers, way = random_model(rng, rng.randint(2, 7), splits=splits)
         num_ranks, num = rng.randint(1, 3), rng.randint(1, 5)
         limit = rng.choice([None, 400, 600])
-        kinds = [each for each in tried_kinds(way, num_ranks, num, layers) if num_ranks * each[1] <= 6]
+        kinds = [each for each in tried_kinds(Problem(layers, way, num_ranks, num)) if num_ranks * each[1] <= 6]
         for kind, chunks in rng.sample(kinds, min(3, len(kinds))):
             found = best_cut(layers, way, kind, num_ranks, chunks, num, limit)
             if found is None:
@@ -103,10 +106,10 @@ def test_a_host_that_is_slower_than_the_device_makes_the_step_longer_and_a_repla
     kind = SCHEDULE_KINDS["gpipe"]
     best = best_cut(layers, replayed, kind, 2, 1, 8)
     assert best.sizes == (2, 2)
-    step, slowdowns = step_of(layers, way, best, 2, 8)
+    step, slowdowns = step_of(best, way)
     assert step == pytest.approx(best.step * (60 + 2 * 90) / 200, rel=0.01)
     assert slowdowns == [(60 + 2 * 90) / 200] * 2
-    assert step_of(layers, replayed, best, 2, 8) == (best.step, [1.0, 1.0])
+    assert step_of(best, replayed) == (best.step, [1.0, 1.0])
 
 
 def test_layers_are_recomputed_only_where_the_memory_needs_it():
@@ -123,7 +126,7 @@ def test_layers_are_recomputed_only_where_the_memory_needs_it():
 
 def test_what_fits_nowhere_says_what_it_needs():
     layers, way = Layers((500, 500), has_ends=False), Way("any", False, (LayerCost(1, 1, 0, 70, 0, 70, 70),) * 2)
-    found, lacking = search_cuts(layers, [way], 2, 2, limit=550)
+    found, lacking = search_cuts([Problem(layers, way, 2, 2)], limit=550)
     assert not found
     least = min(lacking, key=lambda each: each.needed)
     assert (least.needed, least.static) == (640, 500)  # the first rank holds two micro-batches

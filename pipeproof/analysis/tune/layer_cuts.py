@@ -10,7 +10,7 @@ ended early.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import ceil
 
@@ -76,12 +76,15 @@ class Layers:
 
     With ``has_ends`` the first and the last layer are never alone between stages, but belong to the first and to the
     last stage, and stages between them may be empty; without it each stage needs a layer. ``latency`` is the time of a
-    message in nanoseconds.
+    message in nanoseconds. ``reductions`` are the times in which the gradients of each layer are summed over data ranks
+    at the end of a step, and ``stage_reduction`` is the additional time of a stage.
     """
 
     static_bytes: tuple[int, ...]
     has_ends: bool
     latency: int = 0
+    reductions: tuple[int, ...] = ()
+    stage_reduction: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -94,15 +97,25 @@ class Layers:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """The layers of a model in one way, for a pipeline of ``num_ranks`` ranks."""
+
+    layers: Layers
+    way: Way
+    num_ranks: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True)
 class Best:
-    """The fastest cut of one kind of schedule in one way, and the number of recomputed layers of each stage.
+    """The fastest cut of one kind of schedule for a problem, and the number of recomputed layers of each stage.
 
     Times are in nanoseconds; ``peaks`` are the most bytes of each rank. ``is_exhaustive`` is True if no cut is faster.
     """
 
     kind: str
     num_chunks: int
-    way: Way
+    problem: Problem
     sizes: tuple[int, ...]
     recomputed: tuple[int, ...]
     step: int
@@ -121,12 +134,13 @@ class Lacking:
     """Of these, weights, gradients and optimizer states."""
 
 
-def tried_kinds(way: Way, num_ranks: int, num_micro_batches: int, layers: Layers) -> Iterator[tuple[ScheduleKind, int]]:
-    """The kinds and numbers of chunks that a way can run."""
+def tried_kinds(problem: Problem) -> Iterator[tuple[ScheduleKind, int]]:
+    """The kinds and numbers of chunks that can run."""
+    layers, num_ranks = problem.layers, problem.num_ranks
     for kind in SCHEDULE_KINDS.values():
-        has_split = kind.split_backwards(num_ranks, num_micro_batches) > 0
+        has_split = kind.split_backwards(num_ranks, problem.num_micro_batches) > 0
         is_other = kind.name in _OTHER_KINDS or kind.placement is Placement.BOTH_WAYS
-        if is_other or (has_split and not way.splits):
+        if is_other or (has_split and not problem.way.splits):
             continue
         least = 2 if kind.placement is Placement.ANY else kind.min_chunks  # with one it is gpipe
         for chunks in range(least, 1 + min(MOST_CHUNKS, kind.max_chunks or MOST_CHUNKS)):
@@ -135,24 +149,22 @@ def tried_kinds(way: Way, num_ranks: int, num_micro_batches: int, layers: Layers
                 yield kind, chunks
 
 
-def begin_search(
-    layers: Layers, way: Way, kind: ScheduleKind, num_ranks: int, num_chunks: int, num_micro_batches: int,
-    limit: int | None,
-) -> _Search | None:  # fmt: skip
+def begin_search(problem: Problem, kind: ScheduleKind, num_chunks: int, limit: int | None) -> _Search | None:
     """Begin the search for a kind of schedule; None if it does not exist. ``limit`` is bytes of a rank."""
     try:
-        schedule = kind.generate(Request(num_ranks, num_micro_batches, num_chunks))
+        schedule = kind.generate(Request(problem.num_ranks, problem.num_micro_batches, num_chunks))
     except UnfitSizesError:
         return None
-    search = _Search(layers, way, schedule, num_micro_batches, limit)
+    search = _Search(problem, schedule, limit)
     search.climb()
     return search
 
 
-def step_of(layers: Layers, way: Way, best: Best, num_ranks: int, num_micro_batches: int) -> tuple[int, list[float]]:
+def step_of(best: Best, way: Way) -> tuple[int, list[float]]:
     """The step in nanoseconds of a found cut, run in another way, and each stage's slowdown by its host."""
-    schedule = SCHEDULE_KINDS[best.kind].generate(Request(num_ranks, num_micro_batches, best.num_chunks))
-    search = _Search(layers, way, schedule, num_micro_batches, None)
+    problem = replace(best.problem, way=way)
+    request = Request(problem.num_ranks, problem.num_micro_batches, best.num_chunks)
+    search = _Search(problem, SCHEDULE_KINDS[best.kind].generate(request), None)
     stages = search.stages(best.sizes, best.recomputed)
     return search.step_of(stages), search.slowdowns(stages)
 
@@ -167,10 +179,8 @@ class _Timed:
 
 @dataclass
 class _Search:
-    layers: Layers
-    way: Way
+    problem: Problem
     schedule: Schedule
-    num_micro_batches: int
     limit: int | None
     best: _Timed | None = None
     is_exhaustive: bool = False
@@ -180,6 +190,7 @@ class _Search:
     _num_visits: int = 0
 
     def __post_init__(self) -> None:
+        self.layers, self.way = self.problem.layers, self.problem.way
         self.stages_of_ranks = stages_of(self.schedule.programs)
         self.num_stages = sum(map(len, self.stages_of_ranks))
         self.rank_of = {stage: rank for rank, stages in enumerate(self.stages_of_ranks) for stage in stages}
@@ -198,7 +209,9 @@ class _Search:
         best = self.best
         if best is None:
             return Lacking(kind, self.way, self.least_needed, self.least_static)
-        return Best(kind, num_chunks, self.way, best.sizes, best.recomputed, best.step, best.peaks, self.is_exhaustive)
+        return Best(
+            kind, num_chunks, self.problem, best.sizes, best.recomputed, best.step, best.peaks, self.is_exhaustive
+        )
 
     # --- one cut ---
 
@@ -236,7 +249,16 @@ class _Search:
             for key in ("forward", "backward_input", "backward_weight")
         )
         costs = StageCosts(forwards, inputs, weights, self.layers.latency)
-        return int(max(end for ends in asap(self.schedule, costs).ends for end in ends))
+        ends = asap(self.schedule, costs).ends
+        return int(max(
+            max(of_rank) + sum(map(self._reduction, [own[s] for s in stages]))
+            for of_rank, stages in zip(ends, self.stages_of_ranks, strict=True)
+        ))  # fmt: skip
+
+    def _reduction(self, stage: _Stage) -> int:
+        """The time in which the gradients of a stage are summed over data ranks."""
+        reductions = self.layers.reductions[stage.numbers.start : stage.numbers.stop]
+        return sum(reductions) + self.layers.stage_reduction if reductions else 0
 
     def slowdowns(self, own: Sequence[_Stage]) -> list[float]:
         """Factors of each stage's work: if the host of a rank needs longer than its device, all its work is slower."""
@@ -350,14 +372,14 @@ class _Search:
     def _bound(self, sizes: Sequence[int], end: int, work: Sequence[int]) -> int:
         """A lower bound of the step of all cuts that begin so."""
         rest = self._work[-1] - self._work[end]
-        mean = ceil((sum(work) + rest) / len(work)) * self.num_micro_batches
+        mean = ceil((sum(work) + rest) / len(work)) * self.problem.num_micro_batches
         return max(mean, *(self._bound_of(rank, sizes, own) for rank, own in enumerate(work)))
 
     def _bound_of(self, rank: int, sizes: Sequence[int], work: int) -> int:
         """The work of a rank, after the forwards of all stages before its first one."""
         first = self._first[rank]
         before = self._forwards[sum(sizes[:first])] + first * self.layers.latency if first <= len(sizes) else 0
-        return before + work * self.num_micro_batches
+        return before + work * self.problem.num_micro_batches
 
 
 def _key(timed: _Timed) -> tuple[int, int, tuple[int, ...]]:
@@ -392,18 +414,16 @@ def _stage_of(numbers: range, costs: Sequence[LayerCost], each_stage: LayerCost)
     )
 
 
-def search_cuts(
-    layers: Layers, ways: Sequence[Way], num_ranks: int, num_micro_batches: int, limit: int | None = None
-) -> tuple[list[Best], list[Lacking]]:
-    """The fastest cut of each schedule and way, the fastest first, and schedules without one within ``limit`` bytes.
+def search_cuts(problems: Sequence[Problem], limit: int | None = None) -> tuple[list[Best], list[Lacking]]:
+    """The fastest cut of each problem and schedule, the fastest first, and those without one within ``limit`` bytes.
 
     All cuts are compared if the best of a few is within ``NEAR`` of the fastest schedule.
     """
     begun = [
         (search, kind.name, chunks)
-        for way in ways
-        for kind, chunks in tried_kinds(way, num_ranks, num_micro_batches, layers)
-        if (search := begin_search(layers, way, kind, num_ranks, chunks, num_micro_batches, limit)) is not None
+        for problem in problems
+        for kind, chunks in tried_kinds(problem)
+        if (search := begin_search(problem, kind, chunks, limit)) is not None
     ]
     fastest = min((search.best.step for search, *_ in begun if search.best is not None), default=0)
     for search, *_ in begun:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from pipeproof.analysis.tune.frameworks import Framework
-from pipeproof.analysis.tune.layer_cuts import Best, LayerCost, Layers, Way, numbers_of_stages, search_cuts
+from pipeproof.analysis.tune.layer_cuts import Best, LayerCost, Layers, Problem, Way, numbers_of_stages, search_cuts
 from pipeproof.analysis.tune.layouts import Bound, Layout
 from pipeproof.analysis.tune.present_step import PresentStep, present_step
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
@@ -64,7 +64,8 @@ class LayerLayouts:
         names = [layer.name for layer in self._layers]
         latency = round(self.spec.cost.p2p_latency_us * 1000)
         layers = Layers(_static_bytes(self.spec, self._layers), names[0] == "embed" and names[-1] == "head", latency)
-        best_cuts, lacking = search_cuts(layers, [way], self._num_pp, schedule.num_micro_batches, self._limit)
+        problem = Problem(layers, way, self._num_pp, schedule.num_micro_batches)
+        best_cuts, lacking = search_cuts([problem], self._limit)
         self.removed["no cut fits into the memory"] += len(lacking)
         for best in best_cuts:
             layout = Layout(

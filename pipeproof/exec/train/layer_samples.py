@@ -23,17 +23,26 @@ _LEAST_ROUNDS, _LEAST_S = 5, 0.4
 
 
 class RunWay(NamedTuple):
-    """The way stages run: the ``split`` of a ``Pipeline``, and whether blocks are compiled and recomputed."""
+    """The way stages run: the ``split`` of a ``Pipeline``, and whether blocks are compiled and recomputed.
+
+    ``rows`` are the rows of a micro-batch; None for the rows of the example.
+    """
 
     split: str
     is_compiled: bool
     recomputes: bool = False
     replay: bool = False
+    rows: int | None = None
 
     def __str__(self) -> str:
-        return (
-            self.split + ", compiled" * self.is_compiled + ", recomputed" * self.recomputes + ", replayed" * self.replay
-        )
+        text = self.split + ", compiled" * self.is_compiled + ", recomputed" * self.recomputes
+        rows = "" if self.rows is None else f", {rows_text(self.rows)}"
+        return text + ", replayed" * self.replay + rows
+
+
+def rows_text(rows: int) -> str:
+    """The size of micro-batches in words."""
+    return f"micro-batches of {rows} row{'s' * (rows > 1)}"
 
 
 class Chain(Protocol):

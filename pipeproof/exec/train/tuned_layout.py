@@ -14,7 +14,7 @@ import yaml
 from pipeproof.analysis.tune.layer_cuts import LayerCost, numbers_of_stages
 from pipeproof.atomic_write import write_output
 from pipeproof.diagnostics.units import size_text, time_text
-from pipeproof.exec.train.layer_samples import RunWay
+from pipeproof.exec.train.layer_samples import RunWay, rows_text
 from pipeproof.sim.memory_curve import GIB
 
 _CLOSE = 1.02
@@ -45,22 +45,28 @@ class LayoutRow:
     measured_gib: float | None = None
     noise_ms: float = 0.0
     reason: str = ""
+    rows: int | None = None
+    """Rows of a micro-batch; None for the rows of the example."""
+    data_ranks: int = 1
+    """Pipelines next to each other, each with a part of the rows."""
 
     @property
     def way(self) -> RunWay:
         """The way its stages run."""
-        return RunWay(self.split, self.is_compiled, replay=self.replay)
+        return RunWay(self.split, self.is_compiled, replay=self.replay, rows=self.rows)
 
     @property
     def plain(self) -> tuple[Any, ...]:
         """Its schedule, cut and way: different for any two layouts, except for the replay."""
-        return self.schedule, self.sizes, self.split, self.is_compiled
+        return self.schedule, self.sizes, self.split, self.is_compiled, self.rows, self.data_ranks
 
     @property
     def name(self) -> str:
         """Schedule, cut and way in a few words."""
         words = [self.schedule, "/".join(map(str, self.blocks)), self.split]
         words += ["compiled blocks"] * self.is_compiled + ["replayed"] * self.replay
+        words += [f"{self.data_ranks} data ranks"] if self.data_ranks > 1 else []
+        words += [] if self.rows is None else [rows_text(self.rows)]
         if any(self.recomputed):
             words.append(f"{'/'.join(map(str, self.recomputed))} blocks recomputed")
         return ", ".join(words)
@@ -76,6 +82,9 @@ class Layout:
 
     ``Pipeline(layout.stages, plan=layout.plan, split=layout.split, replay=layout.replay, ..)`` trains by it; ``stages``
     are the stages of the tuned model; its blocks are compiled and recomputed as in the layout.
+
+    With several ``data_ranks`` it also needs ``group=layout.group, data_group=layout.data_group``, and a step gets this
+    rank's part of the rows: ``x.chunk(layout.data_ranks)[layout.replica]``.
     """
 
     stages: Any
@@ -84,6 +93,12 @@ class Layout:
     notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that ``tune`` took, by phase."""
+    group: Any = None
+    """The ranks of this rank's pipeline."""
+    data_group: Any = None
+    """The ranks with the same stages; None without data parallelism."""
+    replica: int = 0
+    """The number of this rank's pipeline."""
 
     @property
     def split(self) -> Any:
@@ -94,6 +109,16 @@ class Layout:
     def replay(self) -> bool:
         """True if steps are replayed."""
         return self.rows[0].replay
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of pipelines next to each other."""
+        return self.rows[0].data_ranks
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of a micro-batch, as the ``example`` of the Pipeline has them."""
+        return int(self.plan["schedule"]["micro_batch_size"])
 
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML, with the measured times of its layers: for `pipeproof check`, `simulate`, `tune`."""
@@ -171,7 +196,8 @@ def ranked(rows: Sequence[LayoutRow], most_gib: float | None = None) -> list[Lay
 
 
 def _complexity(row: LayoutRow) -> tuple[Any, ...]:
-    return row.replay, row.num_chunks, row.split != "whole", sum(row.recomputed), row.measured_ms
+    is_divided = row.data_ranks > 1, row.rows is not None
+    return row.replay, row.num_chunks, row.split != "whole", sum(row.recomputed), *is_divided, row.measured_ms
 
 
 def with_times(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,6 +23,7 @@ from pipeproof.analysis.tune.layer_cuts import (
     Lacking,
     LayerCost,
     Layers,
+    Problem,
     numbers_of_stages,
     search_cuts,
     step_of,
@@ -62,6 +63,10 @@ class Search:
     default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU. ``optimizer_bytes`` are the bytes of
     optimizer states for each byte of trained weights: 2 for AdamW. ``file`` keeps the result, and a call with an equal
     model, devices and arguments reads it. ``without_pipeline``: also run FSDP2 over the same ranks, and note its time.
+
+    ``data_ranks`` is the number of pipelines into which the ranks are divided, each with all weights and a part of the
+    rows; ``auto`` compares all numbers, up to pipelines of one rank. ``rows_per_micro_batch`` are rows of a micro-batch
+    to compare, with as many rows in a step; ``auto``: half, one, two and four times the rows of the example.
     """
 
     num_trials: int = 3
@@ -70,6 +75,16 @@ class Search:
     optimizer_bytes: float = 2.0
     file: str | Path | None = None
     without_pipeline: bool = True
+    data_ranks: int | Literal["auto"] = 1
+    rows_per_micro_batch: int | Sequence[int] | Literal["auto"] | None = None
+
+
+class Division(NamedTuple):
+    """Micro-batches of ``rows`` rows (None: of the example's), over pipelines with ``num_micro_batches`` each."""
+
+    rows: int | None
+    data_ranks: int
+    num_micro_batches: int
 
 
 class Tuning:
@@ -103,9 +118,11 @@ class Tuning:
             return kept
         limits = [each for each in self.agreement.gather("limit", self._limit) if each is not None]
         self.limit = min(limits, default=None)
-        costs = self._phase("measure", lambda: self._measured(self._ways()))
-        latency_ns = self._phase("measure messages", self._latency_ns)
-        self.layers = Layers(self._static_bytes(), self.chain.has_ends, latency_ns)
+        self.divisions = self.agreement.own("division", self._divisions)
+        row_counts = dict.fromkeys(each.rows for each in self.divisions)
+        ways = [way._replace(rows=rows) for rows in row_counts for way in self._ways()]
+        costs = self._phase("measure", lambda: self._measured(ways))
+        self.layers = self._phase("measure messages", self._layers_by_division)
         best_cuts, lacking = self._phase("search", lambda: self._searched(costs))
         if lacking and any(map(self.chain.can_recompute, range(self.chain.num_layers))):
             ways = [way._replace(recomputes=True) for way in costs if not way.replay]
@@ -175,10 +192,26 @@ class Tuning:
         content = self.agreement.gather("file", read)[0]
         if content is None:
             return None
-        rows = tuple(_ROWS.validate_python(content["rows"]))
-        return Layout(self._stages(rows[0]), content["plan"], rows, tuple(content["notes"]), content["seconds"])
+        return self._made(_ROWS.validate_python(content["rows"]), content["plan"], content["notes"], content["seconds"])
+
+    def _made(
+        self, rows: Sequence[LayoutRow], plan: dict[str, Any], notes: Sequence[str], seconds: Mapping[str, float]
+    ) -> Layout:
+        """The result, whose first row is the chosen layout."""
+        return Layout(self._stages(rows[0]), plan, tuple(rows), tuple(notes), dict(seconds), *self._groups(rows[0]))
 
     # --- measure and search ---
+
+    def _layers_by_division(self) -> dict[Division, Layers]:
+        """The memory, the messages and the sums of gradients of the layers."""
+        static = self._static_bytes()
+        latencies = {rows: self._latency_ns(rows) for rows in dict.fromkeys(each.rows for each in self.divisions)}
+        counts = dict.fromkeys(each.data_ranks for each in self.divisions)
+        reductions = {num: self._reductions_ns(num) if num > 1 else ((), 0) for num in counts}
+        return {
+            each: Layers(static, self.chain.has_ends, latencies[each.rows], *reductions[each.data_ranks])
+            for each in self.divisions
+        }
 
     def _measured(
         self, ways: Sequence[RunWay], prior_costs: Mapping[RunWay, list[LayerCost]] | None = None
@@ -195,10 +228,14 @@ class Tuning:
             str(way): (way, way_of(way, own, costs.get(way._replace(recomputes=True)), self.chain))
             for way, own in costs.items() if not way.recomputes
         }  # fmt: skip
-        ways = [own for way, own in self._ways_by_name.values() if way.replay == self._is_replayed(way)]
-        self._report(f"searching cuts of {self.layers.num_layers} layers for {self.agreement.num_ranks} ranks")
+        ways = [each for each in self._ways_by_name.values() if each[0].replay == self._is_replayed(each[0])]
+        self._report(f"searching cuts of {self.chain.num_layers} layers for {self.agreement.num_ranks} ranks")
+        problems = [
+            Problem(self.layers[each], own, self.agreement.num_ranks // each.data_ranks, each.num_micro_batches)
+            for each in self.divisions for way, own in ways if way.rows == each.rows
+        ]  # fmt: skip
         limit = None if self.limit is None else int(_SAFE_SHARE * self.limit)
-        return search_cuts(self.layers, ways, self.agreement.num_ranks, self.num_micro_batches, limit)
+        return search_cuts(problems, limit)
 
     # --- try ---
 
@@ -223,7 +260,13 @@ class Tuning:
             raise PipelineError("no layout could be run: " + "; ".join(row.reason for row in tried))
         failed = [row for row in tried if row.measured_ms is None]
         most = None if self.limit is None else self.limit / GIB
-        return [*ranked(measured, most), *failed, *sorted(left, key=lambda row: expected_ms(row, tried))[:_NUM_OTHERS]]
+        return [*ranked(measured, most), *failed, *self._others(left, tried)]
+
+    def _others(self, left: Sequence[LayoutRow], tried: Sequence[LayoutRow]) -> list[LayoutRow]:
+        """The rows to show next to the tried ones: the fastest of each division, and the fastest of all."""
+        ordered = sorted(left, key=lambda row: expected_ms(row, tried))
+        best = {(row.rows, row.data_ranks): row for row in reversed(ordered)}
+        return [row for row in ordered if row in [*best.values(), *ordered[:_NUM_OTHERS]]]
 
     def _has_time(self, needed_s: float) -> bool:
         """True if the first rank has this much time left; equal on all ranks."""
@@ -232,13 +275,14 @@ class Tuning:
     def _candidates(self, best_cuts: Sequence[Best]) -> list[LayoutRow]:
         rows = []
         for best in best_cuts:
-            way, _ = self._ways_by_name[best.way.name]
+            way, _ = self._ways_by_name[best.problem.way.name]
             blocks = self.chain.blocks_of(best.sizes)
             is_open = not best.is_exhaustive and best.step <= NEAR * best_cuts[0].step
             rows.append(LayoutRow(
                 best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, way.replay,
                 best.recomputed, best.step / 1e6, max(best.peaks) / GIB,
                 reason="the search of its cuts ended before all were compared" if is_open else "",
+                rows=way.rows, data_ranks=self.agreement.num_ranks // best.problem.num_ranks,
             ))  # fmt: skip
             self.found[rows[-1].plain] = best
         return rows
@@ -246,7 +290,7 @@ class Tuning:
     def _step_of(self, row: LayoutRow) -> tuple[int, list[float]]:
         """The predicted step of a row in nanoseconds, and the factor by which the host slows each stage."""
         _, way = self._ways_by_name[str(row.way)]
-        return step_of(self.layers, way, self.found[row.plain], self.agreement.num_ranks, self.num_micro_batches)
+        return step_of(self.found[row.plain], way)
 
     def _lacking_text(self, lacking: Sequence[Lacking]) -> str:
         limit = self.limit
@@ -275,7 +319,8 @@ class Tuning:
     def _schedule(self, row: LayoutRow) -> dict[str, Any]:
         """The section of a plan."""
         chunks = {"num_chunks": row.num_chunks} if row.num_chunks > 1 else {}
-        return {"kind": row.schedule, "num_micro_batches": self.num_micro_batches, **chunks}
+        num = self.found[row.plain].problem.num_micro_batches
+        return {"kind": row.schedule, "num_micro_batches": num, **chunks}
 
     def _timed(self, step: Callable[[], None]) -> list[float]:
         """Milliseconds of a step of the slowest rank in each series, the fastest first.
@@ -313,8 +358,10 @@ class Tuning:
         recomputed = set(self._recomputed(chosen))
         measured = [again[n] if n in recomputed else own[n] for n in range(len(own))]
         _, slowdowns = self._step_of(chosen)
+        if len(chosen.sizes) == 1 < self.agreement.num_ranks:
+            self.notes.insert(0, f"no pipeline is best: {self.agreement.num_ranks} data ranks with all layers each")
         content = with_times(self.plans[chosen.plain], chosen, measured, slowdowns)
-        return Layout(self._stages(chosen), content, tuple(rows), tuple(self.notes), dict(self.seconds))
+        return self._made(rows, content, self.notes, self.seconds)
 
     # --- what a framework does ---
 
@@ -342,9 +389,25 @@ class Tuning:
         """Weights, gradients and optimizer states of each layer."""
         raise NotImplementedError
 
-    def _latency_ns(self) -> int:
-        """Time of a message between neighbours."""
+    def _latency_ns(self, rows: int | None) -> int:
+        """Time of a message between neighbours, with micro-batches of this many rows."""
         raise NotImplementedError
+
+    def _divisions(self) -> list[Division]:
+        """The ways to divide the rows of a step that are compared.
+
+        Raises:
+            PipelineError: there are none.
+        """
+        return [Division(None, 1, self.num_micro_batches)]
+
+    def _reductions_ns(self, data_ranks: int) -> tuple[tuple[int, ...], int]:
+        """Times to sum gradients over data ranks, see ``Layers``."""
+        raise NotImplementedError
+
+    def _groups(self, row: LayoutRow) -> tuple[Any, Any, int]:
+        """The group of this rank's pipeline, the group of its data ranks, and the number of the pipeline."""
+        return None, None, 0
 
     def _measure(self, sample: Sample, way: RunWay) -> tuple[LayerCost, str]:
         """The cost of a stage of these layers, and the reason if it does not run in this way; else an empty text."""

@@ -2,8 +2,11 @@
 
 import copy
 import sys
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.exec.train.torch import measure_layers
 from pipeproof.torch import Pipeline, Search, causal_lm_loss, tune
 
 
@@ -144,6 +148,101 @@ def bad_input(_):
     ):
         with pytest.raises(PipelineError, match=text):
             tune(model, num_micro_batches=num, **own)
+
+
+class Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(0.008)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.008)
+        return gradient
+
+
+class Waiting(nn.Linear):
+    """A layer that takes 8 ms in each direction, for any number of rows: processors do not limit it."""
+
+    def forward(self, x):
+        return Wait.apply(super().forward(x))
+
+
+def waiting(num_layers, *, rows=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Waiting(16, 16) for _ in range(num_layers)))
+    x = torch.randn(4 * rows, 16)
+    return model, x, {"loss_fn": nn.functional.mse_loss, "example": (x[:rows],), "target": x[:rows],
+                      "num_micro_batches": 4}  # fmt: skip
+
+
+def divide_the_ranks(directory):
+    """Pipelines have bubbles, so four replicas are best; they do not fit into 70 % of the memory."""
+    model, x, own = waiting(4)
+    search = Search(num_trials=1, splits=["whole"], without_pipeline=False, data_ranks="auto")
+    layout = tune(model, **own, search=replace(search, file=directory / "layout.json"))
+    assert (layout.data_ranks, layout.replica, layout.rows[0].sizes) == (4, dist.get_rank(), (4,))
+    assert layout.notes[0] == "no pipeline is best: 4 data ranks with all layers each"
+    assert {row.data_ranks for row in layout.rows} == {1, 2, 4}
+    again = tune(model, **own, search=replace(search, file=directory / "layout.json"))
+    assert (again.rows, again.data_ranks, again.replica) == (layout.rows, 4, dist.get_rank())
+    limit = 0.7 * layout.rows[0].predicted_gib
+    layout = tune(model, **own, memory_gib=limit, search=search)
+    assert (layout.data_ranks, layout.plan["topology"]) == (2, {"pp": 2, "dp": 2})
+    pipe = Pipeline(
+        layout.stages, plan=layout.plan, loss_fn=nn.functional.mse_loss, example=own["example"], split=layout.split,
+        group=layout.group, data_group=layout.data_group,
+    )  # fmt: skip
+    part = x.chunk(layout.data_ranks)[layout.replica]
+    pipe.step(part, target=part)
+    reference = waiting(4)[0]
+    nn.functional.mse_loss(reference(x), x).backward()
+    expected = {name: weight.grad for name, weight in reference.named_parameters()}
+    for stage in pipe.stages.values():
+        for name, weight in stage.named_parameters():
+            torch.testing.assert_close(weight.grad, expected[name])
+    pipe.close()
+    with pytest.raises(PipelineError, match="8 rows in a step and 4 ranks do not divide by data_ranks=3"):
+        tune(model, **own, search=replace(search, data_ranks=3))
+
+
+def vary_the_rows(_):
+    """A layer takes as long for all rows: one micro-batch is better than four."""
+    model, x, own = waiting(4)
+    search = Search(num_trials=1, splits=["whole"], without_pipeline=False, rows_per_micro_batch="auto")
+    layout = tune(model, **own, search=search)
+    assert {row.rows for row in layout.rows} >= {2, 4, 8}
+    assert (layout.micro_batch_size, layout.plan["schedule"]["num_micro_batches"]) == (8, 1)
+    assert "micro-batches of 8 rows" in layout.rows[0].name
+    pipe = Pipeline.tuned(model, **own, search=replace(search, rows_per_micro_batch=4))
+    assert (pipe.micro_batch_size, pipe.num_micro_batches) == (4, 2)
+    assert pipe.compare(waiting(4)[0], x, target=x)
+    pipe.close()
+
+
+def tune_without_memory(_):
+    """Of a model on the meta device, two layers at most have memory while they are measured."""
+    from transformers import AutoModelForCausalLM
+
+    model, tokens = llama()
+    with torch.device("meta"):
+        blocks = sequential()[0]
+        model = AutoModelForCausalLM.from_config(model.config)
+    x = torch.randn(8, 16)
+    search = Search(num_trials=1, splits=["whole"])
+    for tuned, chain, own in (
+        (blocks, blocks, {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x}),
+        (model, model.model.layers, {"loss_fn": causal_lm_loss, "example": (tokens,), "target": tokens}),
+    ):
+        with mock.patch.object(measure_layers, "with_memory", wraps=measure_layers.with_memory) as memory:
+            layout = tune(tuned, **own, num_micro_batches=4, search=search)
+        made = [module for call in memory.call_args_list for module in call.args[0]]
+        assert made
+        assert max(sum(layer in [*module.modules()] for layer in chain) for module in made) <= 2
+        assert layout.rows[0].measured_ms
+        assert [note[:24] for note in layout.notes] == ["FSDP2 without a pipeline"] * 2
+        assert all(value.is_meta for value in (*tuned.parameters(), *tuned.buffers()))
 
 
 def train_in_one_line(_):

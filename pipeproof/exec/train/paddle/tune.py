@@ -57,7 +57,7 @@ def tune(
         num_micro_batches: micro-batches of a step.
         group: see ``Pipeline``.
         memory_gib: memory of each rank for weights, gradients, optimizer states and activations.
-        search: the limits of the search; ``without_pipeline`` has no effect.
+        search: the limits of the search; ``without_pipeline`` has no effect, and ranks and rows are not divided anew.
         timeout_s: see ``Pipeline``.
 
     Raises:
@@ -70,6 +70,8 @@ def tune(
         layers = layers._layers_desc  # noqa: SLF001
     if paddle.device.get_device() != "cpu":
         raise PipelineError("pipeproof.paddle.tune measures on CPUs only, and Paddle's device is a GPU")
+    if search is not None and (search.data_ranks, search.rows_per_micro_batch) != (1, None):
+        raise PipelineError("pipeproof.paddle.tune has no data_ranks and rows_per_micro_batch: leave them out")
     if losses == [None]:
         raise PipelineError("tune needs a loss: give it a loss_fn")
     return _Tuning(list(layers), losses, (example, target), num_micro_batches, group, memory_gib,
@@ -158,7 +160,7 @@ class _Tuning(Tuning):
         sizes = self.agreement.num_ranks, self.num_micro_batches
         return [
             best for best in best_cuts
-            if len(costs) == 1 or best.way.splits == (SCHEDULE_KINDS[best.kind].split_backwards(*sizes) > 0)
+            if len(costs) == 1 or best.problem.way.splits == (SCHEDULE_KINDS[best.kind].split_backwards(*sizes) > 0)
         ], lacking  # fmt: skip
 
     def _static_bytes(self) -> tuple[int, ...]:
@@ -172,7 +174,7 @@ class _Tuning(Tuning):
             sizes.append(int(whole + own * (1 + self.search.optimizer_bytes)))
         return tuple(sizes)
 
-    def _latency_ns(self) -> int:
+    def _latency_ns(self, rows: int | None) -> int:
         return 0
 
     def _measure(self, sample: Sample, way: RunWay) -> tuple[LayerCost, str]:

@@ -119,7 +119,7 @@ class Replicas:
         if self.group is not None:
             with torch.no_grad():
                 for bucket in _buckets(self._averaged()):
-                    _average(bucket, self.group)
+                    average_gradients(bucket, self.group)
 
     def reshard(self) -> None:
         """Reshard gathered weights if no backward does."""
@@ -298,7 +298,7 @@ def _buckets(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield bucket
 
 
-def _average(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average_gradients(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average the gradients of a bucket; as with DDP, a replica without one counts as zero.
 
     The last elements count the replicas that have each gradient: a weight that none of them used gets none.

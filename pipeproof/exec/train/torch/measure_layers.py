@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from pipeproof.analysis.tune.layer_cuts import LayerCost
 from pipeproof.exec.store.train_errors import PipelineError
@@ -25,6 +26,7 @@ from pipeproof.exec.train.layer_samples import RunWay, Sample, host_times, plain
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.cut_transformers import stages_of_transformers
+from pipeproof.exec.train.torch.meta_buffers import with_memory
 from pipeproof.exec.train.torch.model_stages import ModelStages, SequentialStage, stages_of_sequential
 from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, StepData, trained
 from pipeproof.exec.train.torch.split_backward import LinearSplit, gradients_aside
@@ -73,6 +75,11 @@ class Cutter:
             )
         (whole,) = stages_of_transformers(model, 1, example=example).values()
         return cls(model, tuple(whole.blocks.values()), has_ends=True, example=example)
+
+    @property
+    def is_meta(self) -> bool:
+        """True if weights are on the meta device: layers get memory only while they are measured or run."""
+        return any(weight.is_meta for weight in self.model.parameters())
 
     @property
     def num_layers(self) -> int:
@@ -186,6 +193,30 @@ class Batch:
     target: Any
     loss_fn: LossFunction | None
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of its first tensor."""
+        values = (*self.args, *self.kwargs.values())
+        return next((len(each) for each in values if isinstance(each, torch.Tensor) and each.dim()), 1)
+
+    def resized(self, num_rows: int | None) -> Batch:
+        """The batch with ``num_rows`` rows: its first rows, or all rows repeated; None for the batch itself."""
+        if num_rows is None:
+            return self
+        kwargs = {name: self._rows(value, num_rows) for name, value in self.kwargs.items()}
+        args = tuple(self._rows(value, num_rows) for value in self.args)
+        return Batch(args, kwargs, self._rows(self.target, num_rows), self.loss_fn)
+
+    def _rows(self, value: Any, num_rows: int) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != self.num_rows:
+            return value
+        return torch.cat([value] * -(-num_rows // self.num_rows))[:num_rows]
+
+    def on(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(device), (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
 
 def measure_sample(
     cutter: Cutter, sample: Sample, way: RunWay, batch: Batch, device: torch.device
@@ -193,12 +224,22 @@ def measure_sample(
     """The cost of a stage of these layers, and the reason if it does not run in this way; else an empty text."""
     stages, number = cut_around(cutter, sample)
     cutter.run_as(way)
-    with unchanged_state(stages.values(), device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        value = _input_of(stages, number, batch)
-        module = stages[number]
-        is_last = number == len(stages) - 1
+    module, is_last = stages[number], number == len(stages) - 1
+    kwargs = _accepted(module, batch.kwargs)
+    with unchanged_state(stages.values(), device), torch.no_grad():
+        value = _input_of(stages, number, batch.on(torch.device("meta")) if cutter.is_meta else batch)
         arguments = batch.args if not number else value if isinstance(value, tuple) else (value,)
-        kwargs = _accepted(module, batch.kwargs)
+        arguments = tuple(map(partial(_with_values, device=device), arguments))
+    with with_memory([module], device):
+        return _measured(module, number, way, (arguments, kwargs, batch), device, is_last=is_last)
+
+
+def _measured(
+    module: nn.Module, number: int, way: RunWay, inputs: tuple[tuple[Any, ...], Mapping[str, Any], Batch],
+    device: torch.device, *, is_last: bool,
+) -> tuple[LayerCost, str]:  # fmt: skip
+    arguments, kwargs, batch = inputs
+    with unchanged_state([module], device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         versions = [x._version for x in arguments if isinstance(x, torch.Tensor)]  # noqa: SLF001 - no public query
         output = module(*arguments, **kwargs)
         is_changed = versions != [x._version for x in arguments if isinstance(x, torch.Tensor)]  # noqa: SLF001
@@ -221,10 +262,19 @@ def measure_sample(
 def _input_of(stages: ModelStages, number: int, batch: Batch) -> Any:
     """The input of a stage: the output of the stages before it."""
     value: Any = batch.args
-    for earlier in range(number):
-        arguments = value if isinstance(value, tuple) else (value,)
-        value = stages[earlier](*arguments, **_accepted(stages[earlier], batch.kwargs))
+    with torch.compiler.set_stance("force_eager"):
+        for earlier in range(number):
+            arguments = value if isinstance(value, tuple) else (value,)
+            value = stages[earlier](*arguments, **_accepted(stages[earlier], batch.kwargs))
     return value
+
+
+def _with_values(value: Any, device: torch.device) -> Any:
+    """A value of the meta device as a tensor of a device: random numbers, or zeros, which are valid indices."""
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
+    is_random = value.is_floating_point()
+    return torch.randn_like(value, device=device) if is_random else torch.zeros_like(value, device=device)
 
 
 def _accepted(module: nn.Module, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ without an error. So each is noted until something computes it. ``Pipeline`` ref
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -123,3 +123,28 @@ def kept_ties(modules: Iterable[nn.Module]) -> Iterator[None]:
     for (first, first_name), *others in places.values():
         for part, name in others:
             part._parameters[name] = first._parameters[first_name]  # noqa: SLF001
+
+
+@contextmanager
+def with_memory(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Give tensors on the meta device memory with random values for this block, and take it back."""
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    kept = [
+        (tensors, name, tensor)
+        for part in parts for tensors in (part._parameters, part._buffers)  # noqa: SLF001
+        for name, tensor in tensors.items() if tensor is not None and tensor.is_meta
+    ]  # fmt: skip
+    with kept_ties(modules):
+        for module in modules:
+            give_memory(module, device)
+    with torch.no_grad():
+        for tensors, name, old in kept:
+            if isinstance(old, nn.Parameter) and old.is_floating_point():
+                tensors[name].normal_(0.0, 0.02)
+            else:
+                tensors[name].fill_(1 if old.is_floating_point() else 0)  # ones: a variance is above 0
+    try:
+        yield
+    finally:
+        for tensors, name, old in kept:
+            tensors[name] = old

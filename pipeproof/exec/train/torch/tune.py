@@ -14,10 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof.analysis.tune.layer_cuts import LayerCost
+from pipeproof.analysis.tune.layouts import divisors
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.layer_samples import RunWay, Sample
+from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
+from pipeproof.exec.train.torch.data_parallel import BUCKET_BYTES, average_gradients
 from pipeproof.exec.train.torch.measure_layers import Batch, Cutter, measure_sample, weight_bytes
+from pipeproof.exec.train.torch.meta_buffers import with_memory
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import LossFunction
 from pipeproof.exec.train.torch.no_pipeline import sharded_step
@@ -26,10 +30,11 @@ from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.torch.start_phases import device_of, join
 from pipeproof.exec.train.tuned_layout import Layout, LayoutRow, gib_text, ms_text
-from pipeproof.exec.train.tuning import Search, Tuning
+from pipeproof.exec.train.tuning import Division, Search, Tuning
 from pipeproof.sim.memory_curve import GIB
 
 _MESSAGES = 12
+_SMALL_BUCKET = 4096
 
 
 def tune(
@@ -53,17 +58,18 @@ def tune(
     model's own modules; the result is the fastest proved layout, or the simplest of several with the same time.
 
     Args:
-        model: a model of transformers, or an ``nn.Sequential``, on the rank's device.
+        model: a model of transformers, or an ``nn.Sequential``, on the rank's device. Of a model on the meta device,
+            single layers get memory to be measured, and a rank's stages to be run.
         loss_fn: see ``Pipeline``.
         example: positional arguments of the first stage for one micro-batch.
-        num_micro_batches: micro-batches of a step.
+        num_micro_batches: micro-batches of a step, over all ranks of the group.
         target: the target of one micro-batch.
         example_kwargs: keyword arguments of the stages for one micro-batch.
-        group: the ranks of the pipeline; default: the world.
+        group: the ranks; default: the world.
         memory_gib: memory of each rank for weights, gradients, optimizer states and activations; by default 94 % of a
             GPU's memory. If they do not fit, blocks of transformers and modules of an ``nn.Sequential`` without buffers
             recompute their activations.
-        search: the limits of the search.
+        search: the limits of the search, and what else it may change.
         options: further arguments of ``Pipeline`` for the steps that are run.
 
     Raises:
@@ -79,6 +85,12 @@ def tuned(
 ) -> Pipeline:  # fmt: skip
     """The pipeline of the layout that ``tune`` chooses, see ``Pipeline.tuned``."""
     layout = tune(model, search=search, target=target, memory_gib=memory_gib, **arguments)
+    batch = Batch(tuple(arguments["example"]), arguments.get("example_kwargs") or {}, None, None)
+    batch = batch.resized(layout.micro_batch_size)
+    arguments |= {"group": layout.group, "example": batch.args, "example_kwargs": batch.kwargs or None}
+    if layout.data_ranks > 1:
+        arguments["data_group"] = layout.data_group
+    del arguments["num_micro_batches"]
     return pipeline(layout.stages, plan=layout.plan, split=layout.split, replay=layout.replay, **arguments)
 
 
@@ -88,9 +100,13 @@ class _Tuning(Tuning):
         search: Search, options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.model, self.batch, self.group, self.options = model, batch, group, options
+        self._made_groups: dict[int, tuple[Any, Any, int]] = {1: (group, None, 0)}
         self.ranks = join(group, options.get("timeout_s", 600.0))
         super().__init__(self.ranks.agreement, num_micro_batches, memory_gib, search)
-        self.device = device_of([model])
+        self.device = device_of([model], allow_meta=True)
+        if any(weight.is_meta for weight in model.parameters()):
+            values = (*batch.args, *batch.kwargs.values())
+            self.device = next((each.device for each in values if isinstance(each, torch.Tensor)), self.device)
         self.is_gpu = self.device.type == "cuda"
         self.allocated = torch.cuda.memory_allocated(self.device) if self.is_gpu else 0
         """Bytes at the start: leftovers of a trial are freed before the next one is measured."""
@@ -111,6 +127,68 @@ class _Tuning(Tuning):
             "arguments": [shapes, sorted(map(str, self.options.items()))],
         }  # fmt: skip
 
+    def _divisions(self) -> list[Division]:
+        own, num_ranks, asked = self.batch.num_rows, self.ranks.num_ranks, self.search
+        num_rows = own * self.num_micro_batches
+        sizes: Any = asked.rows_per_micro_batch
+        if sizes == "auto":
+            sizes = [*([] if own % 2 else [own // 2]), own, 2 * own, 4 * own]
+        elif sizes is None or isinstance(sizes, int):
+            sizes = [sizes]
+        counts = divisors(num_ranks) if asked.data_ranks == "auto" else [asked.data_ranks]
+        divisions = [
+            Division(rows, count, num_rows // ((rows or own) * count))
+            for rows in sizes for count in counts
+            if not num_ranks % count and not num_rows % ((rows or own) * count)
+        ]  # fmt: skip
+        if not divisions:
+            raise PipelineError(
+                f"{num_rows} rows in a step and {num_ranks} ranks do not divide by data_ranks={asked.data_ranks} and "
+                f"rows_per_micro_batch={asked.rows_per_micro_batch}: change one of them"
+            )
+        if counts != [1] and "data_group" in self.options:
+            raise PipelineError("data_ranks makes the data group: leave out data_group")
+        return divisions
+
+    def _groups(self, row: LayoutRow) -> tuple[Any, Any, int]:
+        return self._groups_of(row.data_ranks)
+
+    def _groups_of(self, data_ranks: int) -> tuple[Any, Any, int]:
+        """See ``_groups``; every rank makes its own groups in the same order."""
+        if data_ranks not in self._made_groups:
+            ranks, own = self.ranks.global_ranks, self.ranks.rank
+            replica, first = own % data_ranks, own - own % data_ranks
+            pipeline, copies = (
+                dist.new_group(members, use_local_synchronization=True)
+                for members in (ranks[replica::data_ranks], ranks[first : first + data_ranks])
+            )
+            self._made_groups[data_ranks] = pipeline, copies, replica
+        return self._made_groups[data_ranks]
+
+    def _reductions_ns(self, data_ranks: int) -> tuple[tuple[int, ...], int]:
+        """Times of the sums that a ``Pipeline`` makes at the end of a step, of a small and of a large bucket."""
+        _, group, _ = self._groups_of(data_ranks)
+        sizes = [trained for _, trained in self._weight_bytes()]
+        buckets = [_SMALL_BUCKET, max(2 * _SMALL_BUCKET, min(BUCKET_BYTES, sum(sizes)))]
+        small, large = (max(self._gathered("sum", self._sum_ns(bucket, group))) for bucket in buckets)
+        per_byte = max(0.0, large - small) / (buckets[1] - buckets[0])
+        return tuple(int(per_byte * size) for size in sizes), int(small)
+
+    def _sum_ns(self, num_bytes: int, group: dist.ProcessGroup) -> float:
+        """The median time to average a gradient of this size over a group."""
+        dtype = next((w.dtype for w in self.model.parameters() if w.is_floating_point()), torch.float32)
+        weight = nn.Parameter(torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=self.device))
+        weight.grad = torch.zeros_like(weight)
+        times = []
+        with torch.no_grad():
+            for _ in range(_MESSAGES):
+                self._barrier()
+                started = time.perf_counter_ns()
+                average_gradients([weight], group)
+                self._sync()
+                times.append(time.perf_counter_ns() - started)
+        return median(times[_MESSAGES // 3 :])
+
     def _ways(self) -> list[RunWay]:
         splits = self.search.splits or (("whole", "graph") if self.is_gpu else ("whole", "linear"))
         return [RunWay(split, self.is_gpu and split == "whole") for split in splits]
@@ -120,16 +198,16 @@ class _Tuning(Tuning):
     ) -> dict[RunWay, list[LayerCost]]:
         """The costs in each possible way; ``linear`` replaces ``graph`` where that is impossible."""
         costs = super()._measured(ways, prior_costs)
-        linear = RunWay("linear", is_compiled=False)
-        is_refused = any(way.split == "graph" and way not in costs for way in ways)
-        if is_refused and prior_costs is None and linear not in costs:
-            costs |= self._measured([linear])
+        refused = [way for way in ways if way.split == "graph" and way not in costs]
+        linear = [each for way in refused if (each := way._replace(split="linear")) not in costs]
+        if linear and prior_costs is None:
+            costs |= self._measured(linear)
         for way in [way for way in costs if self._is_replayed(way)]:
             costs[way._replace(replay=True)] = [replace(cost, host=0) for cost in costs[way]]
         return costs
 
     def _measure(self, sample: Sample, way: RunWay) -> tuple[LayerCost, str]:
-        return measure_sample(self.cutter, sample, way, self.batch, self.device)
+        return measure_sample(self.cutter, sample, way, self.batch.resized(way.rows), self.device)
 
     def _limit(self) -> int | None:
         own = super()._limit()
@@ -141,15 +219,20 @@ class _Tuning(Tuning):
         return self.is_gpu and way.split == "graph"
 
     def _static_bytes(self) -> tuple[int, ...]:
-        stages = self.cutter.stages([1] * self.cutter.num_layers)
-        sizes = [weight_bytes(stage.parameters()) for stage in stages.values()]
-        return tuple(int(whole + trained * (1 + self.search.optimizer_bytes)) for whole, trained in sizes)
+        return tuple(
+            int(whole + trained * (1 + self.search.optimizer_bytes)) for whole, trained in self._weight_bytes()
+        )
 
-    def _latency_ns(self) -> int:
+    def _weight_bytes(self) -> list[tuple[int, int]]:
+        """The bytes of each layer's weights, and of those that are trained."""
+        stages = self.cutter.stages([1] * self.cutter.num_layers)
+        return [weight_bytes(stage.parameters()) for stage in stages.values()]
+
+    def _latency_ns(self, rows: int | None) -> int:
         """The slowest median time of a message between neighbours, measured with nothing else under way."""
         if self.ranks.num_ranks == 1:
             return 0
-        message = self.ranks.agreement.gather("message", self._message_bytes)[0]
+        message = self._gathered("message", self._message_bytes(self.batch.resized(rows)))[0]
         group, ranks = self.ranks.group, self.ranks.global_ranks
         buffer = torch.empty(max(1, message), dtype=torch.uint8, device=self.device)
         medians = [0.0]
@@ -157,7 +240,7 @@ class _Tuning(Tuning):
             times = [self._message_ns(buffer, first, ranks, group) for _ in range(_MESSAGES)]
             if self.ranks.rank in (first, first + 1):
                 medians.append(median(times[_MESSAGES // 3 :]))
-        return int(max(self.ranks.agreement.gather("message time", lambda: max(medians))))
+        return int(max(self._gathered("message time", max(medians))))
 
     def _message_ns(self, buffer: torch.Tensor, first: int, ranks: Sequence[int], group: dist.ProcessGroup) -> float:
         """Half the time of a message from rank ``first`` to the next one and back; every rank calls it."""
@@ -173,12 +256,14 @@ class _Tuning(Tuning):
         self._sync()
         return (time.perf_counter_ns() - started) / 2
 
-    def _message_bytes(self) -> int:
+    def _message_bytes(self, batch: Batch) -> int:
         stages = self.cutter.stages([1, self.cutter.num_layers - 1]) if self.cutter.num_layers > 1 else None
         if stages is None:
             return 0
+        if self.cutter.is_meta:
+            batch = batch.on(torch.device("meta"))
         with torch.no_grad(), unchanged_state(stages.values(), self.device):
-            value = stages[0](*self.batch.args, **(self.batch.kwargs if self.cutter.has_ends else {}))
+            value = stages[0](*batch.args, **(batch.kwargs if self.cutter.has_ends else {}))
         leaves = value if isinstance(value, tuple) else (value,)
         return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
@@ -200,12 +285,7 @@ class _Tuning(Tuning):
             with ExitStack() as stack:
                 stack.enter_context(gradients_aside(list(self.model.parameters())))
                 stack.enter_context(unchanged_state([self.model], self.device))
-                pipe = Pipeline(
-                    self._stages(row), plan={"schedule": self._schedule(row)}, loss_fn=self.batch.loss_fn,
-                    example=self.batch.args,
-                    example_kwargs=self.batch.kwargs or None, group=self.group, split=row.split,  # type: ignore[arg-type]
-                    replay=row.replay, **self.options,
-                )  # fmt: skip
+                pipe = self._pipeline(row, stack)
                 stack.callback(pipe.close)
                 stack.callback(pipe._cut_model.forget)  # noqa: SLF001 - its weights stay as they are
                 self.plans[row.plain] = pipe.plan.content
@@ -225,11 +305,33 @@ class _Tuning(Tuning):
             self._clean()
         return rows
 
+    def _pipeline(self, row: LayoutRow, stack: ExitStack) -> Pipeline:
+        """The pipeline of a layout; weights on the meta device have memory until the stack ends."""
+        stages, batch = self._stages(row), self.batch.resized(row.rows)
+        group, data_group, _ = self._groups(row)
+        if self.cutter.is_meta:
+            num_ranks = self.ranks.num_ranks // row.data_ranks
+            own = stages_of_rank(row.schedule, num_ranks, len(stages), self.ranks.rank // row.data_ranks)
+            stack.enter_context(with_memory([stages[number] for number in own], self.device))
+        options = self.options if data_group is None else {**self.options, "data_group": data_group}
+
+        def make() -> Pipeline:
+            return Pipeline(
+                stages, plan={"schedule": self._schedule(row)}, loss_fn=batch.loss_fn, example=batch.args,
+                example_kwargs=batch.kwargs or None, group=group, split=row.split,  # type: ignore[arg-type]
+                replay=row.replay, **options,
+            )  # fmt: skip
+
+        if data_group is None:
+            return make()
+        self._num_asked += 1
+        return self.agreement.own(f"pipeline {self._num_asked}", make)
+
     def _timed_row(self, row: LayoutRow, pipe: Pipeline) -> LayoutRow:
-        num = self.num_micro_batches
-        args = [_every(value, num) for value in self.batch.args] if pipe.is_first else []
-        kwargs = {name: _every(value, num) for name, value in self.batch.kwargs.items()}
-        target = _every(self.batch.target, num) if pipe.is_last and self.batch.loss_fn is not None else None
+        batch, num = self.batch.resized(row.rows), pipe.num_micro_batches
+        args = [_every(value, num) for value in batch.args] if pipe.is_first else []
+        kwargs = {name: _every(value, num) for name, value in batch.kwargs.items()}
+        target = _every(batch.target, num) if pipe.is_last and batch.loss_fn is not None else None
         weights = [weight for stage in pipe.stages.values() for weight in stage.parameters()]
 
         def step() -> None:
@@ -268,9 +370,7 @@ class _Tuning(Tuning):
                 continue
             self._report(f"running FSDP2 without a pipeline, micro-batches of {num_examples} examples")
             with unchanged_state([self.model], self.device):
-                step = sharded_step(
-                    self.cutter, self.batch, num_examples, num, self.ranks.group, is_compiled=self.is_gpu
-                )
+                step = sharded_step(self.cutter, self.batch, num_examples, num, self.ranks.group, self.device)
                 times, peak = self._times_and_peak(step)
             states = self.search.optimizer_bytes * weight_bytes(self.model.parameters())[1] / num_ranks
             own = (peak - self.allocated + states) / GIB if self.is_gpu else 0.0
