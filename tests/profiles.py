@@ -5,7 +5,6 @@ from functools import cache
 
 from pipeproof.exec.compare.compare_log import expected_facts
 from pipeproof.exec.measure.profile_from_logs import measured_profile
-from pipeproof.exec.rank.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.sim.simulate import simulate
 from tests.plans import plan_file
@@ -33,13 +32,8 @@ def logs_of(subject, *, num_steps=3):
 
 
 def bare_of(subject):
-    """By rank, its ends of two bare messages over each channel, of 64 and 4096 bytes, in 5 and 9 microseconds."""
-    bare = {rank: [] for rank in range(subject.graph.num_ranks)}
-    for channel in subject.graph.channels:
-        for num_bytes, took in ((64, 5000), (4096, 9000)):
-            bare[channel.dst].append(IdleMessageEnd(str(channel), False, num_bytes, 10, 10_000 + took))
-            bare[channel.src].append(IdleMessageEnd(str(channel), True, num_bytes, 10_000, 10_000 + took))
-    return bare
+    """By channel, a bare message of 64 and one of 4096 bytes, in 5 and 9 microseconds."""
+    return {str(channel): {64: (5.0,), 4096: (9.0,)} for channel in subject.graph.channels}
 
 
 def profile_of(subject, **options):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.exec.rehearse.rehearsal_edges import ping_edges, ping_sizes
+from pipeproof.exec.rank.idle_messages import ping_edges, ping_sizes
 from tests.exec.rehearsal_world import rehearsed
 from tests.plans import subject
 

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from pipeproof.exec.launch.supervisor import Host
 from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.rank.idle_messages import EdgeTimes
 from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, save_json
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.exec.rehearse.element_identity import (
@@ -22,7 +23,7 @@ from pipeproof.exec.rehearse.element_identity import (
     found_ranges,
 )
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, ArrivalFault
-from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, edges_of, network_of
+from pipeproof.exec.rehearse.rehearsal_edges import edges_of, network_of
 from pipeproof.exec.rehearse.rehearsal_report import RankRehearsal, merged_rehearsal, rank_rehearsal
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.load_plan import plan_from_dict

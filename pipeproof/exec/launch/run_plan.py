@@ -34,7 +34,7 @@ from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.checkpointing import only_writer, prepare_checkpoint, remove_unfinished
 from pipeproof.exec.rank.executor_support import require_executable, require_issuable
 from pipeproof.exec.rank.gpu_assignment import missing_gpus
-from pipeproof.exec.rank.idle_messages import IdleMessageEnd
+from pipeproof.exec.rank.idle_messages import EdgeTimes
 from pipeproof.exec.rank.job_files import (
     Fault,
     Job,
@@ -286,7 +286,8 @@ def finish_report(report: Report, job: Job, steps: Sequence[StepResult], threads
     }
     profile = None
     if options.timeline and options.profile and not findings:
-        idle_messages = {rank: load_json(job.rank_file(rank, "bare"), list[IdleMessageEnd]) for rank in ranks}
+        of_ranks = [load_json(job.rank_file(rank, "bare"), EdgeTimes) for rank in ranks]
+        idle_messages = {channel: times for own in of_ranks for channel, times in own.items()}
         timings = {rank: load_json(job.rank_file(rank, "timing"), Timing) for rank in ranks}
         profile = measured_profile(subject, report.digest, logs, idle_messages, threads, timings)
     return RunReport(

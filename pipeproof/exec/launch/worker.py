@@ -25,13 +25,14 @@ from pipeproof.exec.rank.failures import event_of
 from pipeproof.exec.rank.framework_choice import (
     paddle_writer,
     start_framework,
+    start_ping_clock,
     start_progress,
     start_replays,
     timed,
     timing_of,
 )
 from pipeproof.exec.rank.framework_protocol import Framework
-from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
+from pipeproof.exec.rank.idle_messages import EdgeTimes, ping_edges
 from pipeproof.exec.rank.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
 from pipeproof.exec.rank.op_log import HostClock, Timing
 from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
@@ -177,9 +178,9 @@ class _RankSteps:
 
     def _time_idle_messages(self) -> None:
         run, arrays = self._plan.spec.run, self._framework.arrays
-        self._report_phase("timing idle messages")
-        times = time_idle_messages(self._world, arrays, self._plan.graph, on_device=run.device == "gpu")
-        save_json(self._job.rank_file(self._rank, "bare"), times, list[IdleMessageEnd])
+        clock, graph = start_ping_clock(run, arrays), self._plan.graph
+        times = ping_edges(self._world, arrays, clock, graph, run.device, self._report_phase)
+        save_json(self._job.rank_file(self._rank, "bare"), times, EdgeTimes)
 
     def _report_phase(self, phase: str) -> None:
         self._emit("setup", what=phase)

@@ -15,7 +15,7 @@ from typing import get_args
 
 from pipeproof.cost.measured_profile import measured_sections
 from pipeproof.exec.measure.installed_backends import installed_version
-from pipeproof.exec.rank.idle_messages import IdleMessageEnd
+from pipeproof.exec.rank.idle_messages import EdgeTimes, spread_by_size
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, op_ids_of
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, GATHER_KINDS, PART_KINDS, Op, OpKind
@@ -46,14 +46,14 @@ def measured_profile(
     subject: Subject,
     digest: str,
     logs: Mapping[int, Sequence[LogEntry]],
-    idle_messages: Mapping[int, Sequence[IdleMessageEnd]],
+    idle_messages: EdgeTimes,
     threads: int,
     timings: Mapping[int, Timing] = MappingProxyType({}),
 ) -> Profile:
     """Return the profile of a run from the ranks' logs; the first step is left out if there are others.
 
-    ``logs`` are by rank and match the graph; ``idle_messages`` has each rank's ends of the idle messages; ``threads``
-    is the number per process; ``timings`` has each rank's clock (default: the host's).
+    ``logs`` are by rank and match the graph; ``idle_messages`` has the times of all channels before the first step;
+    ``threads`` is the number per process; ``timings`` has each rank's clock (default: the host's).
     """
     plan, graph = subject.plan, subject.graph
     all_steps = sorted({entry.step for entries in logs.values() for entry in entries})
@@ -66,7 +66,7 @@ def measured_profile(
         steps=Steps(run=len(all_steps), counted=len(counted)),
         stages=tuple(_stages(len(plan.stages), steps)),
         messages=by_size(sample for step in steps for sample in step.messages()),
-        bare_messages=by_size(_idle_messages(idle_messages)),
+        bare_messages=spread_by_size(idle_messages.values()),
         collectives=tuple(_collectives(sample for step in steps for sample in step.collectives())),
         host=Host(
             between_ops=spread_of(Spread, [gap for step in steps for gap in step.gaps()]),
@@ -233,19 +233,6 @@ def _collectives(measured: Iterable[tuple[tuple[str, int, int], int]]) -> Iterat
         point = spread_of(CollectivePoint, samples, kind=kind, axis_size=axis_size, bytes=num_bytes)
         assert point is not None
         yield point
-
-
-def _idle_messages(idle_messages: Mapping[int, Sequence[IdleMessageEnd]]) -> Iterator[tuple[int, int]]:
-    """Yield (bytes, nanoseconds) of each idle message unless its receiver was ready second; each channel is a FIFO."""
-    sends: dict[str, list[IdleMessageEnd]] = defaultdict(list)
-    receives: dict[str, list[IdleMessageEnd]] = defaultdict(list)
-    for ends in idle_messages.values():
-        for end in ends:
-            (sends if end.is_send else receives)[end.channel].append(end)
-    for channel, sent in sends.items():
-        for send, receive in zip(sent, receives[channel], strict=True):
-            if receive.posted_ns <= send.posted_ns:
-                yield send.num_bytes, max(0, receive.end_ns - send.posted_ns)
 
 
 def _clock(timings: Mapping[int, Timing]) -> ClockOfTimes:

@@ -1,9 +1,9 @@
-"""Times of single messages over the channels of the plan, one at a time and without other work."""
+"""Times of single messages over the channels of a plan, one at a time and without other work, by round trips."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -15,6 +15,7 @@ from pipeproof.comm.channel_models import message_bytes
 from pipeproof.exec.rank.framework_protocol import Arrays, Channels, World
 from pipeproof.schedule.op_table import Channel, OpGraph
 from pipeproof.schedule.ops import SEND_KINDS
+from pipeproof.specs.profile_file import SizedSpread, by_size
 
 # --- Message times between two ranks by round trips: bytes one way, a token back, one at a time and warm ---
 # Clocks of different ranks are not compared: a message's time is the time of its round trip minus the token's, and the
@@ -114,56 +115,53 @@ def _round_trips(wire: Wire, channel: Channel, back: Channel, num_bytes: int) ->
     return tuple(wire.clock.between_us(*pair) for pair in pairwise(marks))
 
 
-REPEATS = 5
-"""Number of messages of each size on each channel."""
+USUAL_BYTES = (TOKEN_BYTES, 2**16, 2**20)
+"""Sizes in addition to the plan's smallest and largest message."""
+LARGE_BYTES = 2**24
+"""Additional size on GPUs, whose links smaller messages do not saturate."""
 
-USUAL_BYTES = (2**10, 2**14, 2**18, 2**20)
-"""Sizes in addition to the plan's message sizes."""
-
-
-@dataclass(frozen=True, slots=True)
-class IdleMessageEnd:
-    """One end of an idle message; times are the machine's monotonic clock in nanoseconds, ``channel`` is a text."""
-
-    channel: str
-    is_send: bool
-    num_bytes: int
-    posted_ns: int
-    end_ns: int
+EdgeTimes = dict[str, dict[int, tuple[float, ...]]]
+"""Microseconds of each message, by the channel's text and the message's bytes."""
 
 
-def idle_message_sizes(graph: OpGraph) -> tuple[int, ...]:
+def ping_sizes(graph: OpGraph, device: str) -> tuple[int, ...]:
     """Return the bytes of the messages to time, in order; the result is the same on every rank."""
     planned = message_bytes(graph)[np.flatnonzero(graph.is_kind(SEND_KINDS))]
-    return tuple(sorted({*planned.tolist(), *USUAL_BYTES}))
+    extremes = (int(planned.min()), int(planned.max())) if len(planned) else ()
+    return tuple(sorted({*extremes, *USUAL_BYTES, *((LARGE_BYTES,) if device == "gpu" else ())}))
 
 
-_HEAD_START_S = 0.005
-"""Time after the barrier in which the receiver posts before the sender."""
+def ping_edges(
+    world: World,
+    arrays: Arrays,
+    clock: PingClock,
+    graph: OpGraph,
+    device: str,
+    progress: Callable[[str], None],
+) -> EdgeTimes:
+    """Time every channel that has a way back, one after the other; every rank must call this.
 
-
-def time_idle_messages(world: World, arrays: Arrays, graph: OpGraph, *, on_device: bool) -> list[IdleMessageEnd]:
-    """Time all idle messages and return this rank's ends, channel by channel; every rank must call this.
-
-    All ranks wait at a barrier before each message: only one message is under way. A wait does not block the host of a
-    device (``on_device``), so the host waits for the device to get the end time.
+    The result has the channels on which this rank sends. All ranks wait at a barrier before each channel: nothing else
+    is then under way.
     """
-    ends = []
+    wire, sizes = Wire(world.rank, world.channels, arrays, clock), ping_sizes(graph, device)
+    measured = {}
     for channel in graph.channels:
-        for num_bytes in idle_message_sizes(graph):
-            buffer = arrays.empty([num_bytes], "uint8")
-            for _ in range(REPEATS):
-                world.barrier()
-                if world.rank not in (channel.src, channel.dst):
-                    continue
-                is_send = world.rank == channel.src
-                if is_send:
-                    time.sleep(_HEAD_START_S)
-                transfer = world.channels.post(channel, buffer)
-                transfer.wait()
-                end_ns = transfer.end_ns
-                if on_device:
-                    arrays.synchronize()
-                    end_ns = time.monotonic_ns()
-                ends.append(IdleMessageEnd(str(channel), is_send, num_bytes, transfer.posted_ns, end_ns))
-    return ends
+        progress(f"timing {channel}")
+        world.barrier()
+        back = way_back(graph.channels, channel)
+        if back is not None and world.rank in (channel.src, channel.dst):
+            times = one_way_us(wire, channel, back, sizes)
+            if world.rank == channel.src:
+                measured[str(channel)] = times
+    return measured
+
+
+def spread_by_size(channels: Iterable[Mapping[int, Sequence[float]]]) -> tuple[SizedSpread, ...]:
+    """Return the spread of the messages of some channels together, by bytes."""
+    return by_size(
+        (num_bytes, round(microseconds * 1000))
+        for times in channels
+        for num_bytes, of_size in times.items()
+        for microseconds in of_size
+    )

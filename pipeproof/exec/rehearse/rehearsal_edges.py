@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from pipeproof.comm.channel_models import message_bytes
-from pipeproof.exec.rank.framework_protocol import Arrays, World
-from pipeproof.exec.rank.idle_messages import TOKEN_BYTES, PingClock, Wire, one_way_us, way_back
+from pipeproof.exec.rank.idle_messages import EdgeTimes, spread_by_size
 from pipeproof.schedule.op_table import OpGraph
-from pipeproof.schedule.ops import SEND_KINDS
 from pipeproof.specs.cost import NetworkSpec
-from pipeproof.specs.profile_file import SizedSpread, by_size
+from pipeproof.specs.profile_file import SizedSpread
 
-USUAL_BYTES = (TOKEN_BYTES, 2**16, 2**20)
-"""Sizes in addition to the plan's smallest and largest message."""
-LARGE_BYTES = 2**24
-"""Additional size on GPUs, whose links smaller messages do not saturate."""
-
-_ROUNDS = 60
-_LEAST_LOG = -40.0
-"""Logarithm of a latency or a time per byte that is zero."""
 _LEAST_US = 1e-3
 _LEAST_SHARE = 1e-3
 """Least part of the largest message's time that its bytes must take for a measurable bandwidth."""
-
-EdgeTimes = dict[str, dict[int, tuple[float, ...]]]
-"""Microseconds of each message, by the channel's text and the message's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,59 +33,19 @@ class LinkFit:
 
 
 def fit_link(points: Sequence[tuple[int, float]]) -> LinkFit:
-    """Return the line through (bytes, microseconds) with the least relative error: twice counts as much as half.
+    """Return the line through the smallest and the largest of (bytes, microseconds), which are in order of the bytes.
 
-    So the smallest messages determine the latency and the largest the bandwidth. If more bytes take no longer, the
-    largest message's whole time counts for its bytes. The method is least squares of the logarithms, by Gauss-Newton
-    steps on the logarithms of latency and time per byte, which keeps both positive.
+    If more bytes take no longer, the largest message's whole time counts for its bytes.
     """
-    sizes = np.array([num_bytes for num_bytes, _ in points], dtype=float)
-    times = np.maximum([time for _, time in points], _LEAST_US)
-    line = np.log([times.min(), times[-1] / sizes[-1]])
-    for _ in range(_ROUNDS):
-        parts = np.exp(line) * np.stack([np.ones(len(points)), sizes], axis=1)
-        by_line = parts.sum(axis=1)
-        step = np.linalg.lstsq(parts / by_line[:, None], np.log(times / by_line), rcond=None)[0]
-        line = np.maximum(line + np.clip(step, -1, 1), _LEAST_LOG)
-    latency, per_byte = np.exp(line)
-    if len(points) < 2 or per_byte * sizes[-1] < _LEAST_SHARE * times[-1]:
-        latency, per_byte = 0.0, float(times[-1] / sizes[-1])
-    rounded = LinkFit(round(float(latency), 3), float(f"{1e-3 / float(per_byte):.5g}"), 0.0)
-    off = max(abs(rounded.time_us(int(n)) / t - 1) for n, t in zip(sizes, times, strict=True))
-    return LinkFit(rounded.latency_us, rounded.bandwidth, round(float(off), 3))
-
-
-def ping_sizes(graph: OpGraph, device: str) -> tuple[int, ...]:
-    """Return the bytes of the messages to time, in order; the result is the same on every rank."""
-    planned = message_bytes(graph)[np.flatnonzero(graph.is_kind(SEND_KINDS))]
-    extremes = (int(planned.min()), int(planned.max())) if len(planned) else ()
-    return tuple(sorted({*extremes, *USUAL_BYTES, *((LARGE_BYTES,) if device == "gpu" else ())}))
-
-
-def ping_edges(
-    world: World,
-    arrays: Arrays,
-    clock: PingClock,
-    graph: OpGraph,
-    device: str,
-    progress: Callable[[str], None],
-) -> EdgeTimes:
-    """Time every channel that has a way back, one after the other; every rank must call this.
-
-    The result has the channels on which this rank sends. All ranks wait at a barrier before each channel: nothing else
-    is then under way.
-    """
-    wire, sizes = Wire(world.rank, world.channels, arrays, clock), ping_sizes(graph, device)
-    measured = {}
-    for channel in graph.channels:
-        progress(f"timing {channel}")
-        world.barrier()
-        back = way_back(graph.channels, channel)
-        if back is not None and world.rank in (channel.src, channel.dst):
-            times = one_way_us(wire, channel, back, sizes)
-            if world.rank == channel.src:
-                measured[str(channel)] = times
-    return measured
+    times = [max(time, _LEAST_US) for _, time in points]
+    (smallest, _), (largest, _) = points[0], points[-1]
+    per_byte = (times[-1] - times[0]) / max(largest - smallest, 1)
+    latency = max(0.0, times[0] - smallest * per_byte)
+    if per_byte * largest < _LEAST_SHARE * times[-1]:
+        latency, per_byte = 0.0, times[-1] / largest
+    rounded = LinkFit(round(latency, 3), float(f"{1e-3 / per_byte:.5g}"), 0.0)
+    off = max(abs(rounded.time_us(num_bytes) / time - 1) for (num_bytes, _), time in zip(points, times, strict=True))
+    return replace(rounded, residual=round(off, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +75,7 @@ def edges_of(graph: OpGraph, times: EdgeTimes) -> tuple[Edge, ...]:
     for channel in graph.channels:
         name = str(channel)
         if name in times:
-            messages = spread_of([times[name]])
+            messages = spread_by_size([times[name]])
             edges.append(Edge(name, channel.src, channel.dst, fitted(messages), messages))
     return tuple(edges)
 
@@ -148,7 +91,7 @@ def network_of(hosts: Sequence[str], edges: Sequence[Edge], times: EdgeTimes) ->
         return None
     inside = {edge.channel for edge in edges if hosts[edge.source] == hosts[edge.destination]}
     lines = {
-        key: fitted(spread_of(of_kind))
+        key: fitted(spread_by_size(of_kind))
         for key, of_kind in (
             ("node", [of_channel for channel, of_channel in times.items() if channel in inside]),
             ("between", [of_channel for channel, of_channel in times.items() if channel not in inside]),
@@ -180,15 +123,6 @@ def _ranks_per_node(hosts: Sequence[str]) -> int:
     blocks = [{*hosts[start : start + size]} for start in range(0, len(hosts), size)]
     is_regular = len(blocks) == len({*hosts}) and all(len(block) == 1 for block in blocks)
     return size if is_regular else 1
-
-
-def spread_of(times: Sequence[Mapping[int, Sequence[float]]]) -> tuple[SizedSpread, ...]:
-    """Return the spread of message times by bytes, for several channels together."""
-    nanoseconds = defaultdict[int, list[int]](list)
-    for of_channel in times:
-        for num_bytes, microseconds in of_channel.items():
-            nanoseconds[num_bytes] += [round(time * 1000) for time in microseconds]
-    return by_size((num_bytes, time) for num_bytes, of_size in nanoseconds.items() for time in of_size)
 
 
 def fitted(messages: Sequence[SizedSpread]) -> LinkFit:

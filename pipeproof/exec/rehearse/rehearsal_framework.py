@@ -19,10 +19,10 @@ from pipeproof.comm.step_end_rows import num_loads
 from pipeproof.exec.launch.worker import Emit, main, run_steps, verified_subject
 from pipeproof.exec.rank.framework_choice import start_framework, start_ping_clock
 from pipeproof.exec.rank.framework_protocol import Array, Framework, RankStage, StageCollectives, Tensor, World
+from pipeproof.exec.rank.idle_messages import EdgeTimes, ping_edges
 from pipeproof.exec.rank.job_files import Job, end_process, save_json
 from pipeproof.exec.rehearse.element_identity import RehearsalArrays, RehearsalTensor
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, Arrivals
-from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, ping_edges
 from pipeproof.exec.rehearse.rehearsal_world import CollectiveInputs, RehearsalWorld
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind

@@ -15,9 +15,10 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.supervisor import Host
+from pipeproof.exec.rank.idle_messages import EdgeTimes
 from pipeproof.exec.rank.job_files import Job, LogFile, load_json
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, findings_of
-from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, edges_of, network_of
+from pipeproof.exec.rehearse.rehearsal_edges import Edge, edges_of, network_of
 from pipeproof.exec.store.run_codes import SPLIT_NODE, UNVERIFIED
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject

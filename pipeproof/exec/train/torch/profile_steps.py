@@ -16,10 +16,10 @@ from pipeproof.atomic_write import write_json
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.monitor.plan_ring import RingChannels
-from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
+from pipeproof.exec.rank.idle_messages import EdgeTimes, HostPingClock, ping_edges
 from pipeproof.exec.rank.op_log import ChannelTransfers, Clock, LogEntry, Timing
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.op_timing import timed_channels, timing_of
+from pipeproof.exec.rank.torch.op_timing import CudaPingClock, timed_channels, timing_of
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_rank import TrainRank
 from pipeproof.interop.traces.recorder import Call, Recorder
@@ -75,7 +75,7 @@ def recorded_steps(runner: StepRunner, directory: Path) -> Iterator[None]:
         recorder.close(error)
 
 
-_ANSWER = TypeAdapter(tuple[list[LogEntry], list[IdleMessageEnd], Timing])
+_ANSWER = TypeAdapter(tuple[list[LogEntry], EdgeTimes, Timing])
 """The measurements of one rank."""
 
 
@@ -99,7 +99,7 @@ def profile_steps(runner: StepRunner, run: Callable[[], object], file: Path, num
 
 def _measured(
     runner: StepRunner, run: Callable[[], object], channels: Any, clock: Clock, num_steps: int
-) -> tuple[list[LogEntry], list[IdleMessageEnd], Timing]:
+) -> tuple[list[LogEntry], EdgeTimes, Timing]:
     """Time the messages of a step's plan alone, then some steps."""
     device = runner.device
     with runner.running(runner.rank_of):
@@ -107,18 +107,20 @@ def _measured(
     lowered = runner.current.plan
     entries: list[LogEntry] = []
     world = cast("World", runner.world)
-    ends = time_idle_messages(world, TorchArrays(device), lowered.graph, on_device=device.type == "cuda")
+    where, ping_clock = ("gpu", CudaPingClock()) if device.type == "cuda" else ("cpu", HostPingClock())
+    times = ping_edges(world, TorchArrays(device), ping_clock, lowered.graph, where, lambda _: None)
     with runner.running(partial(runner.rank_of, channels=channels, clock=clock)):
         for _ in range(num_steps):
             run()
             entries += clock.timed_entries(runner.current.adapter.log)
-    return entries, ends, timing_of(clock)
+    return entries, times, timing_of(clock)
 
 
 def _profile(runner: StepRunner, answers: list[Any]) -> Any:
     """The profile as JSON values, from the measurements of all ranks."""
     read = [_ANSWER.validate_python(answer) for answer in answers]
-    logs, idle, timings = (dict(enumerate(parts)) for parts in zip(*read, strict=True))
+    logs, _, timings = (dict(enumerate(parts)) for parts in zip(*read, strict=True))
+    idle = {channel: times for _, own, _ in read for channel, times in own.items()}
     plan = runner.signature.plan
     assert plan is not None
     subject = make_subject(plan_from_dict(plan.content)).with_graph(plan.lowered.graph)
