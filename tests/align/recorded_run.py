@@ -88,7 +88,7 @@ class RecordedRun:
         for index in range(self.plan.spec.schedule.num_micro_batches):
             loss, _ = self.run.world.run(partial(self._micro_batch, step, index))
             total = loss if total is None else total + loss
-        for parameter in self.run._parameters():
+        for parameter in self.run.parameters:
             if parameter.partial_over and self._reduce:
                 grads = [stage.parameters[parameter.name].grad for (stage,) in self.run.stages]
                 whole = grads[0] + grads[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from pipeproof.stages.paddle.optimizer import StageOptimizer
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.ordered import Orders, run_ordered
 from tests.plans import plan_spec
-from tests.stages.world import Issued, World
+from tests.stages.stage_chain import StageChain
 
 Gradients = dict[str, np.ndarray]
 
@@ -45,22 +44,15 @@ class Step:
     gradients: Gradients
 
 
-class StagedRun:
+class StagedRun(StageChain):
     """``cut`` lists where stages begin, besides at layer 0; ``layers`` replaces the described ones."""
 
     def __init__(self, plan: PlanSpec, cut: Sequence[int] = (), layers: Sequence[Layer] | None = None) -> None:
-        self.plan = plan
-        self.layers = tuple(layers or describe_gpt(plan))
-        bounds = [0, *cut, len(self.layers)]
-        parts = [self.layers[a:b] for a, b in pairwise(bounds)]
-        self.world = World(paddle, tp=plan.topology.tp)
-        self.stages = [
-            [PaddleStage(plan, part, rank, self.world.ranks[rank]) for part in parts]
-            for rank in range(plan.topology.tp)
-        ]
+        def make(part: Sequence[Layer], place: int, rank: Any) -> PaddleStage:
+            return PaddleStage(plan, part, place, rank)
+
+        super().__init__(plan, cut, paddle, make, _leaf, layers=layers, tp=plan.topology.tp)
         self.optimizers = [StageOptimizer(plan.run, s.parameters) for stages in self.stages for s in stages]
-        self.issued: list[tuple[list[Issued], list[Issued]]] = []
-        """For each rank and micro-batch: the operations issued forward and backward."""
 
     def steps(self) -> Iterator[Step]:
         """Train the plan's steps."""
@@ -73,7 +65,7 @@ class StagedRun:
             for rank, own in enumerate(grads):
                 for name, weight in self._weights(rank).items():
                     weight.grad = own[name]
-            yield Step(loss, {p.name: _whole(p, [own[p.name].numpy() for own in grads]) for p in self._parameters()})
+            yield Step(loss, {p.name: _whole(p, [own[p.name].numpy() for own in grads]) for p in self.parameters})
             for optimizer in self.optimizers:
                 optimizer.step()
 
@@ -89,7 +81,7 @@ class StagedRun:
             total = losses[0] if total is None else total + losses[0]
         ranks = range(self.plan.topology.tp)
         grads = [{name: w.grad.clone() for name, w in self._weights(rank).items()} for rank in ranks]
-        for parameter in self._parameters():
+        for parameter in self.parameters:
             if parameter.partial_over:
                 first, *others = (own[parameter.name] for own in grads)
                 for other in others:
@@ -99,39 +91,23 @@ class StagedRun:
         return total, grads
 
     def _micro_batch(self, rank: int, step: int, index: int) -> np.generic:
-        """Forward through the stages, handing detached activations on, and back."""
-        batch = micro_batch(self.plan, step, index)
-        inputs: list[paddle.Tensor | None] = []
-        outputs: list[paddle.Tensor] = []
-        activation = None
-        for stage in self.stages[rank]:
-            if activation is not None:
-                activation = activation.detach()
-                activation.stop_gradient = False
-            inputs.append(activation)
-            activation = stage.forward(activation, batch, step=step, index=index)
-            outputs.append(activation)
-        forward = self._take_issued(rank)
-        grad = None
-        defer = []
-        for stage, received, output in zip(*map(reversed, (self.stages[rank], inputs, outputs)), strict=True):
-            defer.append(stage.backward_input(output, grad))
-            grad = received.grad if received is not None else None
-        self.issued.append((forward, self._take_issued(rank)))
-        for gradients in defer:
+        """Forward through the stages and back."""
+        inputs, outputs, losses = self.forward(rank, micro_batch(self.plan, step, index), step=step, index=index)
+        forward = self.take_issued(rank)
+        later = self.backward(rank, inputs, outputs)
+        self.issued.append((forward, self.take_issued(rank)))
+        for gradients in later:
             gradients.accumulate()
-        return self.stages[rank][-1].losses[()]
-
-    def _take_issued(self, rank: int) -> list[Issued]:
-        issued = list(self.world.ranks[rank].issued)
-        self.world.ranks[rank].issued.clear()
-        return issued
+        return losses[()]
 
     def _weights(self, rank: int) -> dict[str, paddle.Tensor]:
         return {name: weight for stage in self.stages[rank] for name, weight in stage.parameters.items()}
 
-    def _parameters(self) -> list[Parameter]:
-        return [parameter for layer in self.layers for parameter in layer.parameters]
+
+def _leaf(activation: paddle.Tensor) -> paddle.Tensor:
+    leaf = activation.detach()
+    leaf.stop_gradient = False
+    return leaf
 
 
 def _whole(parameter: Parameter, shards: list[np.ndarray]) -> np.ndarray:

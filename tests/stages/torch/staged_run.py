@@ -4,11 +4,10 @@ import itertools
 
 import torch
 
-from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.reference_state import StepResult
 from pipeproof.stages.torch.optimizer import GradientClip, StageOptimizer
 from pipeproof.stages.torch.stage import StepBatches, TorchStage
-from tests.stages.world import World
+from tests.stages.stage_chain import StageChain
 
 CPU = torch.device("cpu")
 
@@ -18,26 +17,24 @@ def array_of(tensor):
     return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).clone().numpy()
 
 
-class StagedRun:
+class StagedRun(StageChain):
     """``cut`` lists where stages begin, besides at layer 0.
 
     With ``delayed`` the gradients of weights of all work items come after all backwards, in their order.
     """
 
     def __init__(self, plan, cut=(), *, delayed=False, watch=None):
-        self.plan, self.delayed, self.watch = plan, delayed, watch
-        self.layers = describe_gpt(plan)
-        topology = plan.topology
-        self.world = World(torch, tp=topology.tp, ep=topology.ep, cp=topology.cp)
-        parts = [self.layers[a:b] for a, b in itertools.pairwise([0, *cut, len(self.layers)])]
-        self.stages = [[self._stage(part, rank) for part in parts] for rank in self.world.ranks]
-        self.optimizers = [StageOptimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]
-        self.issued = []
-        """For each work item and rank: the operations issued forward, backward and for gradients of weights."""
+        def make(layers, _, rank):
+            at = rank.coords["tp"], rank, rank.coords["ep"], rank
+            return TorchStage(plan, layers, CPU, *at, context=rank)
 
-    def _stage(self, layers, rank):
-        at = rank.coords["tp"], rank, rank.coords["ep"], rank
-        return TorchStage(self.plan, layers, CPU, *at, context=rank)
+        def enter(activation):
+            return activation.detach().requires_grad_()
+
+        sizes = {axis: getattr(plan.topology, axis) for axis in ("tp", "ep", "cp")}
+        super().__init__(plan, cut, torch, make, enter, **sizes)
+        self.delayed, self.watch = delayed, watch
+        self.optimizers = [StageOptimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]
 
     def steps(self):
         """Train the plan's steps; of each a ``StepResult`` as the references have it."""
@@ -73,56 +70,34 @@ class StagedRun:
             for index in range(first, first + schedule.num_micro_batches):
                 splits = range(schedule.num_sequence_splits) if topology.cp == 1 else [coords["cp"]]
                 forwards = [
-                    self._forward(stages, batches.work_item(index, split), step, index, split) for split in splits
+                    self.forward(
+                        place, batches.work_item(index, split), step=step, index=index, split=split, watch=self.watch
+                    )
+                    for split in splits
                 ]
                 losses += [stages_losses for *_, stages_losses in forwards]
-                issued = [self._take_issued(place)]
+                issued = [self.take_issued(place)]
                 for inputs, outputs, _ in reversed(forwards):
-                    later += self._backward(stages, inputs, outputs)
-                issued.append(self._take_issued(place))
+                    later += self.backward(place, inputs, outputs)
+                issued.append(self.take_issued(place))
                 if not self.delayed:
                     for gradients in later:
                         gradients.accumulate()
                     later = []
-                self.issued.append((*issued, self._take_issued(place)))
+                self.issued.append((*issued, self.take_issued(place)))
         for gradients in later:
             gradients.accumulate()
         for stage in stages:
             stage.return_gradients()
         return losses if coords["tp"] == 0 else []
 
-    def _forward(self, stages, work_item, step, index, split):
-        inputs, outputs, activation = [], [], None
-        for stage in stages:
-            if activation is not None:
-                activation = activation.detach().requires_grad_()
-            inputs.append(activation)
-            activation = stage.forward(activation, work_item, step=step, index=index, split=split, watch=self.watch)
-            outputs.append(activation)
-        return inputs, outputs, stages[-1].losses
-
-    def _backward(self, stages, inputs, outputs):
-        gradient, later = None, []
-        for stage, received, output in zip(*map(reversed, (stages, inputs, outputs)), strict=True):
-            later.append(stage.backward_input(output, gradient))
-            gradient = None if received is None else received.grad
-        return later
-
-    def _take_issued(self, place):
-        issued = list(self.world.ranks[place].issued)
-        self.world.ranks[place].issued.clear()
-        return issued
-
     def _of_rank(self, place, name):
         """All copies of a weight on a rank, by stage."""
         return [stage.parameters[name] for stage in self.stages[place] if name in stage.parameters]
 
-    def _parameters(self):
-        return [parameter for layer in self.layers for parameter in layer.parameters]
-
     def _whole(self, tensor_of):
         return {p.name: self._joined(p, lambda place, name: tensor_of(self._of_rank(place, name)[0]))
-                for p in self._parameters()}  # fmt: skip
+                for p in self.parameters}  # fmt: skip
 
     def _summed(self):
         """By name the whole gradient: over copies of a weight, ranks of one data rank, and data ranks, in order."""
@@ -131,7 +106,7 @@ class StagedRun:
             first, *others = (weight.gradient for weight in self._of_rank(place, name))
             return sum(others, start=first)
 
-        return {p.name: self._joined(p, added, sums=True) for p in self._parameters()}
+        return {p.name: self._joined(p, added, sums=True) for p in self.parameters}
 
     def _joined(self, parameter, of_rank, *, sums=False):
         """From the ranks' parts, which are cut, added or equal over each axis."""
@@ -157,7 +132,7 @@ class StagedRun:
     def _put_back(self, gradients):
         """Each rank gets its parts of the sums."""
         for place, rank in enumerate(self.world.ranks):
-            for parameter in self._parameters():
+            for parameter in self.parameters:
                 part = gradients[parameter.name]
                 for axis, dim in (("tp", parameter.tp.dim), ("ep", parameter.ep.dim)):
                     if dim is not None:
@@ -168,7 +143,7 @@ class StagedRun:
     def _clipped(self, gradients):
         """One rank without cuts: the clip over the weights of all its stages."""
         assert len(self.world.ranks) == 1
-        weights = {p.name: self._of_rank(0, p.name)[0] for p in self._parameters()}
+        weights = {p.name: self._of_rank(0, p.name)[0] for p in self.parameters}
         run = self.plan.run
         dtype = getattr(torch, run.weight_dtype)
         clip = GradientClip(dict(enumerate(weights.values())), len(weights), run.clip_norm, dtype, CPU)
