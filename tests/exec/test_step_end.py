@@ -1,5 +1,7 @@
 """End of a step in data-parallel training: a sharded optimizer, and sums that are issued when ready."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from tests.plans import subject
@@ -40,50 +42,37 @@ def compared_with_references(plan):
 
 
 CLIPPED = {"clip_norm": 0.05}
+SGD, WIDE = {"optimizer": "sgd"}, {"main_grad_dtype": "float64"}
+UNTIED = [name for name in PLANS if "tied" not in name]
 
 
-@pytest.mark.slow(but=["dp-more0", "chunks-more3", "v, tied-more4", "v, tied-more10", "copies-more11", "sp, dp-more2"])
+@pytest.mark.slow(
+    but=["optimizer-dp-more0", "optimizer-chunks-more3", "optimizer-v, tied-more4", "optimizer-v, tied-more10",
+         "optimizer-copies-more11", "optimizer-sp, dp-more2", "gradients-sp, dp-more16", "gradients-chunks-more20",
+         "weights-sp, dp-more24"],
+)  # fmt: skip
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("sharded", "name", "more"),
     [
-        *((name, CLIPPED) for name in (*PLANS, *COPIES)),
-        *((name, {}) for name in ("dp 3", "v, tied", "copies")),
-        ("sp, dp", {"main_grad_dtype": "float64", **CLIPPED}),
-        ("chunks", {"optimizer": "sgd"}),
+        *(("optimizer", name, CLIPPED) for name in (*PLANS, *COPIES)),
+        *(("optimizer", name, {}) for name in ("dp 3", "v, tied", "copies")),
+        ("optimizer", "sp, dp", WIDE | CLIPPED),
+        ("optimizer", "chunks", SGD),
+        *(("gradients", name, CLIPPED) for name in UNTIED),
+        ("gradients", "chunks", SGD),
+        ("gradients", "sp, dp", WIDE),
+        *(("weights", name, CLIPPED) for name in UNTIED),
     ],
 )
-def test_a_sharded_optimizer_has_the_bits_of_the_reference(name, more):
+def test_sharded_states_have_the_bits_of_the_reference(sharded, name, more):
     from pipeproof.stages.reference.bound import parallel_bound
 
-    plan = make(name, more=more, **SHARDED)
+    plan = make(
+        name, more=more, **{"optimizer": SHARDED, "gradients": SHARDED_GRADIENTS, "weights": SHARDED_WEIGHTS}[sharded]
+    )
     steps = compared_with_references(plan)
     assert all(step.bitwise for step in steps)
     assert max(one.unpartitioned_max_rel_diff for one in steps[0].gradients) <= parallel_bound(plan.spec)
-
-
-@pytest.mark.slow(but=["sp, dp-more2", "chunks-more6"])
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        *((name, CLIPPED) for name in PLANS if "tied" not in name),
-        ("chunks", {"optimizer": "sgd"}),
-        ("sp, dp", {"main_grad_dtype": "float64"}),
-    ],
-)
-def test_sharded_gradients_have_the_bits_of_the_reference(name, more):
-    from pipeproof.stages.reference.bound import parallel_bound
-
-    plan = make(name, more=more, **SHARDED_GRADIENTS)
-    steps = compared_with_references(plan)
-    assert all(step.bitwise for step in steps)
-    assert max(one.unpartitioned_max_rel_diff for one in steps[0].gradients) <= parallel_bound(plan.spec)
-
-
-@pytest.mark.slow(but=["sp, dp"])
-@pytest.mark.parametrize("name", [name for name in PLANS if "tied" not in name])
-def test_sharded_weights_have_the_bits_of_the_reference(name):
-    steps = compared_with_references(make(name, more=CLIPPED, **SHARDED_WEIGHTS))
-    assert all(step.bitwise for step in steps)
 
 
 @pytest.mark.needs_torch
@@ -128,15 +117,11 @@ def test_a_share_may_be_empty():
     assert all(step.bitwise for step in compared_with_references(plan))
 
 
-def test_sharded_weights_with_main_gradients_are_not_run():
+@pytest.mark.parametrize(("more", "codes"), [(WIDE, ["PP909"]), ({}, [])])
+def test_sharded_weights_with_main_gradients_are_not_run(more, codes):
     from pipeproof.diagnostics.finding import PipeproofError
     from pipeproof.exec.rank.executor_support import require_executable
 
-    for more, is_refused in (({"main_grad_dtype": "float64"}, True), ({}, False)):
-        one = subject(topology={"dp": 2}, run=more, **SHARDED_WEIGHTS)
-        if is_refused:
-            with pytest.raises(PipeproofError) as refused:
-                require_executable(one)
-            assert [finding.code for finding in refused.value.findings] == ["PP909"]
-        else:
-            require_executable(one)
+    with pytest.raises(PipeproofError) if codes else nullcontext() as refused:
+        require_executable(subject(topology={"dp": 2}, run=more, **SHARDED_WEIGHTS))
+    assert codes == ([finding.code for finding in refused.value.findings] if codes else [])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from pipeproof.exec.rank.idle_messages import Wire
+from pipeproof.exec.rank.framework_protocol import Arrays, World
 from pipeproof.schedule.op_table import Channel
 from pipeproof.testing.endpoint_protocol import EDGES, Array, Body, Endpoint, Handle, Outcome
 
@@ -55,8 +55,8 @@ class GroupEndpoint(ABC):
     done, so the host waits after a blocking call.
     """
 
-    def __init__(self, wire: Wire, library: Any, dist: Any, group: Any, *, on_device: bool) -> None:
-        self.rank, self.wire = wire.rank, wire
+    def __init__(self, world: World, arrays: Arrays, library: Any, dist: Any, group: Any, *, on_device: bool) -> None:
+        self.rank, self._world, self._arrays = world.rank, world, arrays
         self._library, self._dist, self._group, self._on_device = library, dist, group, on_device
         self._channels = {channel.communicator: channel for channel in CHANNELS}
 
@@ -69,7 +69,7 @@ class GroupEndpoint(ABC):
 
     def send(self, array: Array, peer: int) -> None:
         self._dist.send(self._tensor(array), dst=peer, group=self._group)
-        self.wire.arrays.synchronize()
+        self._arrays.synchronize()
 
     def recv(self, into: Array, peer: int) -> Array:
         tensor = self._tensor(into)
@@ -85,12 +85,30 @@ class GroupEndpoint(ABC):
     def barrier(self) -> None:
         self._dist.barrier()
 
-    @abstractmethod
     def facts(self) -> dict[str, str]:
-        """Return facts about the framework and this rank's device, by name."""
+        """Return facts about the framework and this rank's device, by name; none on a CPU.
+
+        ``kernels`` is the error of a product with a known result, empty if it is right.
+        """
+        if not self._on_device:
+            return {}
+        kernels = ""
+        try:
+            self._require_kernels()
+        except RuntimeError as error:
+            kernels = str(error)
+        return {**self._device_facts(), "kernels": kernels}
+
+    @abstractmethod
+    def _device_facts(self) -> dict[str, str]:
+        """Return versions, the name of the device and the number of GPUs."""
+
+    @abstractmethod
+    def _require_kernels(self) -> None:
+        """Raise RuntimeError if kernels do not compute on this rank's device."""
 
     def _post(self, array: Array, edge: str) -> Handle:
-        transfer: Any = self.wire.channels.post(self._channels[edge], self._tensor(array))
+        transfer: Any = self._world.channels.post(self._channels[edge], self._tensor(array))
         return _Waitable(transfer.work if self._on_device else transfer, transfer.buffer, self._finish)
 
     def _finish(self, request: Any) -> None:

@@ -94,10 +94,5 @@ class Comparison:
 
 def comparison_of(content: Mapping[str, Any]) -> Comparison:
     """The comparison whose ``dataclasses.asdict`` crossed between ranks as JSON."""
-    return Comparison(
-        content["loss"],
-        content["reference_loss"],
-        content["num_parameters"],
-        tuple(GradientDifference(**each) for each in content["differences"]),
-        tuple(content["without_gradient"]),
-    )
+    differences = tuple(GradientDifference(**each) for each in content["differences"])
+    return Comparison(**{**content, "differences": differences, "without_gradient": tuple(content["without_gradient"])})

@@ -13,7 +13,6 @@ from typing import Any
 from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.rank.gpu_assignment import num_gpus, shared_gpu
 from pipeproof.exec.rank.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
-from pipeproof.exec.rank.idle_messages import HostPingClock, Wire
 from pipeproof.stages.paddle.runtime import require_kernels, start_paddle
 from pipeproof.testing.endpoint_protocol import Array
 
@@ -31,7 +30,7 @@ class PaddleEndpoint(GroupEndpoint):
         from pipeproof.exec.rank.paddle import comm, nccl
         from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 
-        arrays, on_device = PaddleArrays(), device == "gpu"
+        on_device = device == "gpu"
         world: Any
         if on_device:
             world = nccl.connect(rank, 2, CHANNELS, (), lambda _: None, computes=False)
@@ -39,8 +38,7 @@ class PaddleEndpoint(GroupEndpoint):
         else:
             world = comm.connect(rank, CHANNELS, (), lambda _: None)
             group = comm.connected_pairs(rank, 2, [(0, 1)], _GROUP_ID)[0]
-        wire = Wire(rank, world.channels, arrays, HostPingClock(arrays.synchronize))
-        super().__init__(wire, paddle, dist, group, on_device=on_device)
+        super().__init__(world, PaddleArrays(), paddle, dist, group, on_device=on_device)
         world.barrier()
 
     def all_gather(self, array: Array) -> list[Array]:
@@ -48,20 +46,15 @@ class PaddleEndpoint(GroupEndpoint):
         self._dist.all_gather(parts, self._tensor(array), group=self._group)
         return [numpy_of(part) for part in parts]
 
-    def facts(self) -> dict[str, str]:
-        if not self._on_device:
-            return {}
+    def _require_kernels(self) -> None:
+        require_kernels()
+
+    def _device_facts(self) -> dict[str, str]:
         cuda, about = self._library.device.cuda, self._library.device.cuda.get_device_properties()
-        try:
-            require_kernels()
-            kernels = ""
-        except RuntimeError as error:
-            kernels = str(error)
         return {
             "cuda": str(self._library.version.cuda()),
             "device": f"{self._library.device.get_device()} {about.name}, {size_text(about.total_memory)}",
             "gpus": str(cuda.device_count()),
-            "kernels": kernels,
         }
 
     def _tensor(self, array: Array) -> Any:

@@ -15,7 +15,6 @@ import numpy as np
 from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.rank.gpu_assignment import num_gpus, shared_gpu
 from pipeproof.exec.rank.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
-from pipeproof.exec.rank.idle_messages import HostPingClock, Wire
 from pipeproof.testing.endpoint_protocol import Array
 
 
@@ -28,13 +27,10 @@ class TorchEndpoint(GroupEndpoint):
 
         from pipeproof.exec.rank.torch.arrays import TorchArrays
         from pipeproof.exec.rank.torch.comm import connect
-        from pipeproof.exec.rank.torch.op_timing import CudaPingClock
 
         self._device, on_device = device, device.type == "cuda"
         world = connect(rank, 2, device, CHANNELS, (), lambda _: None)
-        clock = CudaPingClock() if on_device else HostPingClock()
-        wire = Wire(rank, world.channels, TorchArrays(device), clock)
-        super().__init__(wire, torch, dist, dist.new_group([0, 1]), on_device=on_device)
+        super().__init__(world, TorchArrays(device), torch, dist, dist.new_group([0, 1]), on_device=on_device)
         if on_device:  # NCCL connects at first use, which takes as long as many messages
             self.all_gather(np.zeros(1, np.float32))
             self._exchange_tokens()
@@ -46,24 +42,19 @@ class TorchEndpoint(GroupEndpoint):
         self._dist.all_gather(parts, tensor, group=self._group)
         return [numpy_of(part) for part in parts]
 
-    def facts(self) -> dict[str, str]:
-        if not self._on_device:
-            return {}
+    def _require_kernels(self) -> None:
         from pipeproof.stages.torch.runtime import require_kernels
 
+        require_kernels(self._device)
+
+    def _device_facts(self) -> dict[str, str]:
         cuda = self._library.cuda
         about = cuda.get_device_properties(self._device)
-        try:
-            require_kernels(self._device)
-            kernels = ""
-        except RuntimeError as error:
-            kernels = str(error)
         return {
             "cuda": str(self._library.version.cuda),
             "nccl": ".".join(map(str, cuda.nccl.version())),
             "device": f"{self._device} {about.name}, {size_text(about.total_memory)}",
             "gpus": str(cuda.device_count()),
-            "kernels": kernels,
         }
 
     def _exchange_tokens(self) -> None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import paddle
@@ -114,24 +114,8 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.0001, 0.005
 _GET_S = 10.0
 
 
-class Copies(Protocol):
-    """Copies of a tensor of one rank on several ranks of the pipeline."""
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with a member's tensor; the member is given by its rank in the pipeline."""
-
-
-class Sums(Copies, Protocol):
-    """Sums and copies over some of the pipeline's ranks; a ``Collectives`` for gradients of shared weights."""
-
-    ranks: tuple[int, ...]
-
-    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
-        """Return the sum over the members, added in group order."""
-
-
 class GlooSums(PairwiseCollectives):
-    """``Sums`` by exchanges between pairs, always in one order of pairs, on a thread."""
+    """Sums and copies over some ranks by exchanges between pairs, always in one order of pairs, on a thread."""
 
     def __init__(
         self,
@@ -174,7 +158,7 @@ class GlooSums(PairwiseCollectives):
 
 
 class StoreCopies:
-    """``Copies`` of a tensor through the store: without a group for each pair of ranks.
+    """Copies of a tensor on all ranks through the store: without a group for each pair of ranks.
 
     No rank may be two copies ahead: between two copies there are messages of a step, or an agreement.
     """
@@ -204,7 +188,7 @@ class StoreCopies:
 
 
 class DeviceSums(NcclCollectives):
-    """``Sums`` by one group on a device."""
+    """Sums and copies over some ranks by one group on a device."""
 
     def __init__(self, index: int, ranks: tuple[int, ...], group: PaddleGroup) -> None:
         super().__init__(index, ranks, group, computes=True)
@@ -215,15 +199,19 @@ class DeviceSums(NcclCollectives):
         dist.stream.broadcast(tensor, src=source, group=self._process_group, use_calc_stream=True)
 
 
+Sums: TypeAlias = GlooSums | DeviceSums
+"""Sums and copies over some of the pipeline's ranks; a ``Collectives`` for gradients of shared weights."""
+
+
 @dataclass(frozen=True)
 class StageWorld:
     """The connected groups of one rank; a ``World``. ``rank`` is the rank in the pipeline."""
 
     rank: int
     channels: PaddleChannels | NcclChannels
-    collectives: dict[int, Sums]
+    collectives: Mapping[int, Sums]
     """By index of the graph's groups, without groups of one member."""
-    everyone: Copies | None
+    everyone: StoreCopies | DeviceSums | None
     """Copies on all ranks of the pipeline; None for one rank."""
     rendezvous: Sequence[Rendezvous] = ()
     tasks: TaskQueue | None = None
@@ -276,7 +264,7 @@ def connect_stages(graph: OpGraph, agreement: Agreement, store: PaddleStore) -> 
         of_pair = {(wanted[n][0], wanted[n][1]): one for n, one in met.items() if n >= num_channels}
         by_pair = {(ranks[0], ranks[1]): group for ranks, group in groups.items()}
         tasks = TaskQueue("pipeproof sums")
-        collectives: dict[int, Sums] = {
+        collectives: Mapping[int, Sums] = {
             number: GlooSums(index, graph.groups[number], by_pair, of_pair, tasks)
             for number, ranks in sums.items()
             if index in ranks
