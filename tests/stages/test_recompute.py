@@ -175,7 +175,7 @@ def test_one_block_at_a_time_is_computed_again(monkeypatch):
     _, output = ranks.forward(0, 0)
     assert calls == ["layer.1", "layer.2"]
     made.clear()
-    ranks.stages[0].backward(output, ranks.gradient_of(output, 0))
+    ranks.stages[0].backward_input(output, ranks.gradient_of(output, 0)).accumulate()
     assert calls[2:] == ["layer.2", "layer.1"]
     assert alive[2:] == [0, 0], "recomputed tensors of a block are freed before the next"
     assert len(made) == 2
@@ -193,7 +193,7 @@ def test_splits_read_keys_of_earlier_splits_and_all_memory_is_freed(recompute):
         outputs = [stage.forward(None, batch, step=0, index=0, split=split) for split in range(4)]
         there = allocated() - before
         while outputs:
-            stage.backward(outputs.pop(), None)
+            stage.backward_input(outputs.pop(), None).accumulate()
         assert allocated() == before
         return there, {name: weight.grad.numpy() for name, weight in stage.parameters.items()}
 
@@ -208,7 +208,7 @@ def test_what_crosses_borders_is_seen_once():
         given = ranks.drawn("input", 0, [8, 2, 16])
         given.stop_gradient = False
         output = ranks.stages[0].forward(given, micro_batch(ranks.plan, 0, 0), step=0, index=0, watch=watch)
-        ranks.stages[0].backward(output, ranks.gradient_of(output, 0))
+        ranks.stages[0].backward_input(output, ranks.gradient_of(output, 0)).accumulate()
         return watch.take()
 
     kept = seen("none")

@@ -83,7 +83,7 @@ def assert_equal_backwards(plan, part):
         given = []
         for index in range(NUM_MICRO_BATCHES):
             received, output = whole.forward(rank, index)
-            whole.stages[rank].backward(output, whole.gradient_of(output, index))
+            whole.stages[rank].backward_input(output, whole.gradient_of(output, index)).accumulate()
             given.append(None if received is None else received.grad.numpy().tobytes())
         return given
 
@@ -191,7 +191,7 @@ def test_an_output_can_be_given_back_before_the_backward(part, sections):
         gradient = ranks.gradient_of(output, 0)
         if ranks is released:
             output._clear_data()
-        ranks.stages[0].backward(output, gradient)
+        ranks.stages[0].backward_input(output, gradient).accumulate()
     assert all(gradient.any() for gradient in kept.gradients().values())
     assert same_bits(released.gradients(), kept.gradients()) == []
 
@@ -209,6 +209,6 @@ def test_keys_and_values_are_stored_only_until_the_last_split():
         assert all(len(keys) == len(values) == split + 1 for keys, values in kept)
     assert all(reference() is not None for reference in read_later)
     while outputs:
-        stage.backward(outputs.pop(), None)
+        stage.backward_input(outputs.pop(), None).accumulate()
     gc.collect()
     assert all(reference() is None for reference in read_later)

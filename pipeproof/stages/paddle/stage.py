@@ -71,10 +71,6 @@ class PaddleStage(Stage[Batch]):
         )
         super().__init__(layer_ops, plan, layers, tp_rank, collectives, experts, lent, context)
 
-    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
-        """The whole backward of one work item: ``backward_input``, then the weight gradients."""
-        self.backward_input(output, gradient).accumulate()
-
     def _work_item(self, batch: Batch, step: int, index: int, split: int) -> WorkItem:
         streams = (
             MtpStream(self._in_order(stream.tokens, split), self._in_order(stream.labels, split))

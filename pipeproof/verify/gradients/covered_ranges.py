@@ -22,7 +22,7 @@ _REDUCE, _AVG = KIND_CODE[OpKind.REDUCE_GRAD], REDUCTIONS.index("avg")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CoveredRange:
     """Elements ``start .. stop`` of a flattened gradient, and their collective.
 
     ``at`` is the position of the first element in the collective; None if padding leaves it open.
@@ -44,7 +44,7 @@ class CoveredRanges:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._known: dict[int, tuple[int, ...]] = {}
-        self._shares: dict[tuple[int, int], list[Share]] = {}
+        self._ranges: dict[tuple[int, int], list[CoveredRange]] = {}
         self._noted: set[int] = set()
         self.unexpected: dict[int, str] = {}
 
@@ -71,10 +71,10 @@ class CoveredRanges:
             self._read(children[first:last].tolist())
         return self._known[op]
 
-    def shares(self, op: int, parameter: int) -> Sequence[Share]:
+    def ranges(self, op: int, parameter: int) -> Sequence[CoveredRange]:
         """The parts of a parameter that a collective and its siblings sum; none if not known."""
         self.of(op)
-        return self._shares.get((self._columns[2][op], parameter), ())
+        return self._ranges.get((self._columns[2][op], parameter), ())
 
     def _read(self, children: Sequence[int]) -> None:
         graph, facts = self._model.graph, self._model.facts
@@ -127,9 +127,9 @@ class CoveredRanges:
     def _numels(self, parameters: Sequence[int]) -> list[int | None]:
         return [self._model.facts.parameters[p].numel for p in parameters]
 
-    def _note(self, parameter: int, share: Share) -> None:
-        self._shares.setdefault((self._columns[2][share.op], parameter), []).append(share)
-        self._noted.add(share.op)
+    def _note(self, parameter: int, covered: CoveredRange) -> None:
+        self._ranges.setdefault((self._columns[2][covered.op], parameter), []).append(covered)
+        self._noted.add(covered.op)
 
     def _note_guessed(self, calls: list[int], params: Sequence[int], taken: dict[int, list[int]]) -> None:
         """Note the elements of a stage's one gradient in its flat buffer; elements of two calls are repeated."""
@@ -142,7 +142,7 @@ class CoveredRanges:
             if starts[calls].any() and any(low < stop and start < high for start, stop in covered):
                 taken[op] += params
             covered.append((low, high))
-            self._note(params[0], Share(op, low, high, 0))
+            self._note(params[0], CoveredRange(op, low, high, 0))
 
     def _is_flat(self, calls: list[int], params: Sequence[int], stage: int) -> bool:
         """Return True if the ranges of calls are offsets in the stage's flat buffer: no two of them begin at 0."""
@@ -183,7 +183,7 @@ class CoveredRanges:
                 else:
                     last = op
                 covered.append((low, high))
-                self._note(p, Share(op, low - starts[p], high - starts[p], low - at[op] if exact else None))
+                self._note(p, CoveredRange(op, low - starts[p], high - starts[p], low - at[op] if exact else None))
             if last is not None:
                 taken[last].append(p)
 
@@ -216,7 +216,7 @@ class CoveredRanges:
         """Note the elements of a call that sums one parameter."""
         numel, start = self._model.facts.parameters[parameter].numel, int(self._model.graph.start[op])
         if numel is not None and self._numel(op):
-            self._note(parameter, Share(op, start, min(numel, start + self._numel(op)), 0))
+            self._note(parameter, CoveredRange(op, start, min(numel, start + self._numel(op)), 0))
 
     def _fits(self, op: int, parameter: int) -> bool:
         """Return True if a call has the elements of a parameter, padded for the ranks of its group or not."""

@@ -19,7 +19,7 @@ from pipeproof.verify.gradients.expected_gradients import ADDS, Model, changes_g
 from pipeproof.verify.gradients.explain_sum import Cause, Count, HeldGradient, Problem, explain, unordered
 from pipeproof.verify.gradients.gradient_history import GradientHistories, read_histories
 from pipeproof.verify.gradients.kept_elements import KEPT, UNSUMMED, KeptElements
-from pipeproof.verify.gradients.parameter_view import Move, Partners, Reader, State, interpret
+from pipeproof.verify.gradients.parameter_view import Change, Partners, Reader, State, interpret
 from pipeproof.verify.gradients.verdict_of_update import UpdateChecker, Verdict
 from pipeproof.verify.lifetime.races import lifetimes
 
@@ -159,24 +159,24 @@ class _Search:
         indices_by_rank: Mapping[int, Sequence[int]],
         parameters: Sequence[int],
         folded: frozenset[str],
-        partners: Callable[[int, Move], Partners],
+        partners: Callable[[int, Change], Partners],
         *,
         everyone: bool = False,
     ) -> Iterator[Problem]:
         """Run and check some parameters with the same stages on the ranks that hold them."""
         read = {rank: self.reader.views(indices, parameters) for rank, indices in indices_by_rank.items()}
-        states: dict[tuple[tuple[Move, ...], ...], Mapping[int, State]] = {}
+        states: dict[tuple[tuple[Change, ...], ...], Mapping[int, State]] = {}
         verdicts: dict[tuple[object, ...], Verdict] = {}
         for i, p in enumerate(parameters):
             parameter = self.model.facts.parameters[p]
             held = HeldGradient(parameter, {rank: views[i] for rank, views in read.items()}, folded)
-            moves = tuple(view.moves for view in held.views.values())
-            if moves not in states:
-                states[moves] = interpret(held.views, partners)
+            changes = tuple(view.changes for view in held.views.values())
+            if changes not in states:
+                states[changes] = interpret(held.views, partners)
             yield from self.elements.problems(p, held, everyone=everyone)
             if self.histories.elsewhere:
                 yield from unordered(self.model.graph, self.subject.once(lifetimes).order, held)
-            yield from self._checked(held, states[moves], verdicts)
+            yield from self._checked(held, states[changes], verdicts)
 
     def _checked(
         self, held: HeldGradient, states: Mapping[int, State], verdicts: dict[tuple[object, ...], Verdict]
@@ -192,32 +192,32 @@ class _Search:
             if verdict is not None:
                 yield from explain(self.model, held, rank, *verdict)
 
-    def _partners_in_line(self, rank: int) -> Callable[[int, Move], Partners]:
+    def _partners_in_line(self, rank: int) -> Callable[[int, Change], Partners]:
         """Partners of a rank that represents its whole stage."""
         grid = self.model.grid
 
-        def partners(_: int, move: Move) -> Partners:
-            assert move.axis is not None, "a uniform stage has only groups that are lines"
-            size = grid.size(move.axis) if move.axis != "pp" else Coefficient.of(1)
-            return Partners((rank,), (move.axis,), size, move.axis if move.axis != "pp" else None)
+        def partners(_: int, change: Change) -> Partners:
+            assert change.axis is not None, "a uniform stage has only groups that are lines"
+            size = grid.size(change.axis) if change.axis != "pp" else Coefficient.of(1)
+            return Partners((rank,), (change.axis,), size, change.axis if change.axis != "pp" else None)
 
         return partners
 
-    def _partners_among(self, indices_by_rank: Mapping[int, object]) -> Callable[[int, Move], Partners]:
+    def _partners_among(self, indices_by_rank: Mapping[int, object]) -> Callable[[int, Change], Partners]:
         """Partners if all ranks are run."""
         grid, groups = self.model.grid, self.model.graph.groups
 
-        def partners(rank: int, move: Move) -> Partners:
-            if move.axis is not None and move.axis in grid.folded:
-                return Partners((rank,), (move.axis, rank), grid.size(move.axis), move.axis)
-            if move.axis is not None and (move.axis != "pp" or move.group == NONE):
-                line = tuple(one for one in grid.line(rank, move.axis) if one in indices_by_rank)
-                return Partners(line, (move.axis, line), Coefficient.of(len(grid.line(rank, move.axis))))
-            group = groups[move.group]
+        def partners(rank: int, change: Change) -> Partners:
+            if change.axis is not None and change.axis in grid.folded:
+                return Partners((rank,), (change.axis, rank), grid.size(change.axis), change.axis)
+            if change.axis is not None and (change.axis != "pp" or change.group == NONE):
+                line = tuple(one for one in grid.line(rank, change.axis) if one in indices_by_rank)
+                return Partners(line, (change.axis, line), Coefficient.of(len(grid.line(rank, change.axis))))
+            group = groups[change.group]
             fold = f"{group.axis}*{group.copies}" if group.copies > 1 else None
             members = tuple(one for one in group.ranks if one in indices_by_rank)
             return Partners(
-                members, ("group", move.group), Coefficient.of(group.size), fold, len(members) < len(group.ranks)
+                members, ("group", change.group), Coefficient.of(group.size), fold, len(members) < len(group.ranks)
             )
 
         return partners

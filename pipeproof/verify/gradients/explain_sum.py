@@ -1,4 +1,4 @@
-"""Cause of a gradient that is not the declared sum: the first move that explains it."""
+"""Cause of a gradient that is not the declared sum: the first change that explains it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, ParameterGradien
 from pipeproof.verify.gradients.coefficient import Coefficient
 from pipeproof.verify.gradients.covered_ranges import REDUCING
 from pipeproof.verify.gradients.expected_gradients import Model
-from pipeproof.verify.gradients.parameter_view import MoveKind, View
+from pipeproof.verify.gradients.parameter_view import ChangeKind, View
 from pipeproof.verify.lifetime.happens_before import Order
 
 
@@ -75,8 +75,8 @@ class Problem:
     other_ranks: tuple[int, ...] = ()
 
 
-_ADDS = (MoveKind.ADD, MoveKind.OVERWRITE)
-_REDUCES = (MoveKind.REDUCE, MoveKind.SPOIL)
+_ADDS = (ChangeKind.ADD, ChangeKind.OVERWRITE)
+_REDUCES = (ChangeKind.REDUCE, ChangeKind.UNEXPECTED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +92,12 @@ def repeated(view: View, elsewhere: Collection[int] = ()) -> list[int]:
     """Indices of repeated sums over one line of ranks; of two, the later one, or the one in ``elsewhere``."""
     seen: set[tuple[str, int]] = set()
     result = []
-    for i in sorted(view.where(MoveKind.REDUCE), key=lambda i: (i in elsewhere, i)):
-        move = view.moves[i]
-        if move.axis is not None and not move.average:
-            if (move.axis, move.position) in seen:
+    for i in sorted(view.where(ChangeKind.REDUCE), key=lambda i: (i in elsewhere, i)):
+        change = view.changes[i]
+        if change.axis is not None and not change.average:
+            if (change.axis, change.position) in seen:
                 result.append(i)
-            seen.add((move.axis, move.position))
+            seen.add((change.axis, change.position))
     return result
 
 
@@ -106,7 +106,7 @@ def explain(
 ) -> list[Problem]:
     """The causes of a sum that has ``missing_terms`` or whose tokens ``count`` otherwise; not empty.
 
-    A move that is too early or lost explains all later faults, a reduction over
+    A change that is too early or lost explains all later faults, a reduction over
     other ranks explains missing addends, and all of these explain the weight of
     tokens. If the rank itself makes no mistake, a rank that it sums with does.
     """
@@ -141,7 +141,7 @@ def _apart(counts: Sequence[Count]) -> list[Count]:
 
 
 class _SumExplanation:
-    """Search in one rank's moves, one kind of mistake at a time."""
+    """Search in one rank's changes, one kind of mistake at a time."""
 
     def __init__(self, model: Model, held: HeldGradient, rank: int) -> None:
         self._model, self._held, self._rank = model, held, rank
@@ -149,7 +149,7 @@ class _SumExplanation:
         self._stage = self._view.stages[0] if self._view.stages else held.parameter.stages[0]
 
     def _ops(self, index: int) -> tuple[int, ...]:
-        """The first and the last op id of a move."""
+        """The first and the last op id of a change."""
         ops = self._view.ops[index]
         return tuple(sorted({int(ops[0]), int(ops[-1])}))
 
@@ -162,9 +162,9 @@ class _SumExplanation:
     def early(self) -> Iterator[Problem]:
         """Reductions or the step before the last addition, reductions after the step."""
         view = self._view
-        adds, reduces, steps = view.where(*_ADDS), view.where(*_REDUCES), view.where(MoveKind.STEP)
+        adds, reduces, steps = view.where(*_ADDS), view.where(*_REDUCES), view.where(ChangeKind.STEP)
         lates = {
-            i: [a for a in adds if a > i and view.sums(view.moves[i], view.moves[a].addend)]
+            i: [a for a in adds if a > i and view.sums(view.changes[i], view.changes[a].addend)]
             for i in sorted((*reduces, *steps[:1]))
         }
         first = next((i for i, late in lates.items() if late), None)
@@ -191,8 +191,8 @@ class _SumExplanation:
         """Values that are overwritten, and micro-batches that are added twice."""
         view = self._view
         adds = view.where(*_ADDS)
-        for i in view.where(MoveKind.OVERWRITE):
-            before = [a for a in adds if a < i and view.counts[view.moves[a].addend].any()]
+        for i in view.where(ChangeKind.OVERWRITE):
+            before = [a for a in adds if a < i and view.counts[view.changes[a].addend].any()]
             if before:
                 yield self._problem(
                     Cause.LOST,
@@ -203,8 +203,8 @@ class _SumExplanation:
                     (*self._ops(before[-1]), *self._ops(i)),
                 )
         for stage in sorted(set(view.stages)):
-            selected = [a for a in adds if view.stages[view.moves[a].addend] == stage]
-            total = np.sum([view.counts[view.moves[a].addend] for a in selected], axis=0)
+            selected = [a for a in adds if view.stages[view.changes[a].addend] == stage]
+            total = np.sum([view.counts[view.changes[a].addend] for a in selected], axis=0)
             twice = np.flatnonzero(total > 1)
             if len(twice):
                 micro_batch = int(self._model.micro_batches[twice[0]])
@@ -229,10 +229,10 @@ class _SumExplanation:
         """Reductions over ranks that are not a line of the mesh, if addends are missing or foreign."""
         if not missing_terms:
             return
-        for i in self._view.where(MoveKind.REDUCE):
-            move = self._view.moves[i]
-            if move.axis is None and not self._joins_copies(move.group):
-                group = self._model.graph.groups[move.group]
+        for i in self._view.where(ChangeKind.REDUCE):
+            change = self._view.changes[i]
+            if change.axis is None and not self._joins_copies(change.group):
+                group = self._model.graph.groups[change.group]
                 global_rank = self._model.graph.global_rank
                 ranks = ", ".join(str(global_rank[rank]) for rank in group.ranks)
                 yield self._problem(
@@ -265,25 +265,26 @@ class _SumExplanation:
         twice = repeated(view, elsewhere)
         needed = self._model.partial_axes(parameter, parameter.partial_axes())
         for i in view.where(*_REDUCES):
-            move = view.moves[i]
-            if move.kind is MoveKind.SPOIL and i in elsewhere and self._kind(i) not in REDUCING:
+            change = view.changes[i]
+            if change.kind is ChangeKind.UNEXPECTED and i in elsewhere and self._kind(i) not in REDUCING:
                 fact, key = f"{self._name(i)} puts other ranks' gradients in place of this rank's", "exchanged"
-            elif move.kind is MoveKind.SPOIL:
-                fact, key = f"{self._name(i)} takes the maximum over {move.axis} where gradients are added", "max"
-            elif move.axis in parameter.sharded_over and move.axis is not None and not self._model.facts.guessed:
-                fact = f"{self._name(i)} adds up different parts of the weight, which is cut over {move.axis}"
+            elif change.kind is ChangeKind.UNEXPECTED:
+                fact, key = f"{self._name(i)} takes the maximum over {change.axis} where gradients are added", "max"
+            elif change.axis in parameter.sharded_over and change.axis is not None and not self._model.facts.guessed:
+                fact = f"{self._name(i)} adds up different parts of the weight, which is cut over {change.axis}"
                 key = "cut"
             elif i in twice:
-                fact, key = f"{self._name(i)} sums over {move.axis} what is summed over {move.axis} already", "twice"
-            elif wrong and move.axis is not None and move.axis not in (*needed, "pp") and not move.average:
-                size = self._model.grid.size(move.axis)
-                fact = f"{self._name(i)} adds up {size} equal gradients: every {move.axis} rank has the whole of it"
+                fact = f"{self._name(i)} sums over {change.axis} what is summed over {change.axis} already"
+                key = "twice"
+            elif wrong and change.axis is not None and change.axis not in (*needed, "pp") and not change.average:
+                size = self._model.grid.size(change.axis)
+                fact = f"{self._name(i)} adds up {size} equal gradients: every {change.axis} rank has the whole of it"
                 key = "equal"
             else:
                 continue
             cause = Cause.UNEXPECTED if i in elsewhere else Cause.NEEDLESS
             fact += ", below no REDUCE_GRAD" if i in elsewhere else ""
-            yield self._problem(cause, (key, str(move.axis)), fact, f"remove {self._name(i)}", self._ops(i))
+            yield self._problem(cause, (key, str(change.axis)), fact, f"remove {self._name(i)}", self._ops(i))
 
     def _is_elsewhere(self, index: int) -> bool:
         """Return True if a reduction is a collective without a REDUCE_GRAD above it."""
@@ -306,11 +307,11 @@ class _SumExplanation:
     def left_out(self) -> Iterator[Problem]:
         """Micro-batches that no reduction over an axis sums, where reductions are of single micro-batches."""
         view, summed = self._view, dict[str, set[int]]()
-        for i in view.where(MoveKind.REDUCE):
-            summed.setdefault(str(view.moves[i].axis), set()).add(view.moves[i].position)
+        for i in view.where(ChangeKind.REDUCE):
+            summed.setdefault(str(view.changes[i].axis), set()).add(view.changes[i].position)
         for axis, positions in summed.items():
             for i in view.where(*_ADDS) if NONE not in positions else ():
-                if not positions.intersection(np.flatnonzero(view.counts[view.moves[i].addend]).tolist()):
+                if not positions.intersection(np.flatnonzero(view.counts[view.changes[i].addend]).tolist()):
                     fact = f"nothing sums over {axis} what {self._name(i)} adds, as it does for other micro-batches"
                     fix = f"reduce it over {self._line_text(axis)} behind {self._name(i)}"
                     yield self._problem(Cause.MISSING, (axis, "one"), fact, fix, self._ops(i))
@@ -319,14 +320,14 @@ class _SumExplanation:
         """Return True if a rank has a reduction over an axis, or over a group along it."""
         groups = self._model.graph.groups
         return any(
-            axis == (move.axis or groups[move.group].axis)
-            for move in self._held.views[rank].moves
-            if move.kind is MoveKind.REDUCE
+            axis == (change.axis or groups[change.group].axis)
+            for change in self._held.views[rank].changes
+            if change.kind is ChangeKind.REDUCE
         )
 
     def lacks(self, axis: str, *, alone: bool) -> Problem:
         """Problem of a gradient that is not summed over an axis; ``alone`` if other ranks sum theirs."""
-        steps = self._view.where(MoveKind.STEP)
+        steps = self._view.where(ChangeKind.STEP)
         ops = self._ops(steps[0] if steps else len(self._view.ops) - 1) if self._view.ops else ()
         if axis == "pp":
             stages = self._held.parameter.stages
@@ -345,7 +346,7 @@ class _SumExplanation:
         return self._problem(Cause.MISSING, (axis,), fact, fix, ops)
 
     def incomplete(self) -> Problem:
-        """Problem of a sum that lacks contributions although each rank's moves are correct."""
+        """Problem of a sum that lacks contributions although each rank's changes are correct."""
         return self._problem(
             Cause.MISSING,
             ("share",),
@@ -362,14 +363,14 @@ class _SumExplanation:
         return replace(problem, ops=count.ops, count=count)
 
 
-_REDUCTIONS = (MoveKind.REDUCE, MoveKind.TOUCH)
+_REDUCTIONS = (ChangeKind.REDUCE, ChangeKind.UNKNOWN)
 
 
 def unordered(graph: OpGraph, order: Order, held: HeldGradient) -> Iterator[Problem]:
     """Pairs of a sum over copies and a neighbouring sum of the gradient that have no definite order."""
     for rank, view in held.views.items():
         for first, second in pairwise(view.where(*_REDUCTIONS)):
-            axes = {view.moves[first].axis, view.moves[second].axis}
+            axes = {view.changes[first].axis, view.changes[second].axis}
             if "pp" not in axes or len(axes) == 1:
                 continue
             a, b = (int(view.ops[index][-1]) for index in (first, second))

@@ -23,10 +23,10 @@ from pipeproof.schedule.ops import AXES, COMPUTE_KINDS, KIND_CODE, OpKind
 from pipeproof.stages.describe.index_map import NOWHERE, Difference, IndexMap, differences
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.stage_memory import num_shards, shard_numel, shard_range, shards_weights
-from pipeproof.verify.gradients.covered_ranges import REDUCING, CoveredRanges, Share
+from pipeproof.verify.gradients.covered_ranges import REDUCING, CoveredRange, CoveredRanges
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.explain_sum import Cause, HeldGradient, Problem
-from pipeproof.verify.gradients.parameter_view import MoveKind
+from pipeproof.verify.gradients.parameter_view import ChangeKind
 from pipeproof.verify.subject import Rule, Subject, of_ranks, of_small_plan
 
 UNSUMMED, KEPT = "unsummed", "kept"
@@ -83,35 +83,35 @@ class KeptElements:
         """
         graph = self.model.graph
         for rank, view in held.views.items():
-            sums = [int(view.ops[i][0]) for i in view.where(MoveKind.REDUCE)]
+            sums = [int(view.ops[i][0]) for i in view.where(ChangeKind.REDUCE)]
             scatters = [op for op in sums if graph.kind[op] == _SCATTER]
             for op in sums:
                 if graph.kind[op] not in REDUCING or graph.target_kind[op] != _REDUCE:
                     continue
-                shares = self.covered_ranges.shares(op, p)
-                if not shares or (scatters and op not in scatters):
+                ranges = self.covered_ranges.ranges(op, p)
+                if not ranges or (scatters and op not in scatters):
                     continue
                 if op in scatters and self._numel(op) % self.covered_ranges.size(op):
                     yield self._uneven(p, rank, op)
                     continue
-                for one, kept, updated in self._sides(p, rank, op, shares, everyone=everyone):
+                for one, kept, updated in self._sides(p, rank, op, ranges, everyone=everyone):
                     difference = compare(kept, updated)
                     if difference is not None:
                         yield self._problem(p, one, op, kept, updated, difference)
 
     def _sides(
-        self, p: int, rank: int, op: int, shares: Sequence[Share], *, everyone: bool
+        self, p: int, rank: int, op: int, ranges: Sequence[CoveredRange], *, everyone: bool
     ) -> Iterator[tuple[int, Ranges, Ranges]]:
         """(rank, elements kept of a sum, elements updated) for a rank or all that it represents."""
         graph, grid = self.model.graph, self.model.grid
         numel = self.model.facts.parameters[p].numel
-        if all(graph.kind[share.op] != _SCATTER for share in shares) or int(graph.parent[op]) in self._gathered:
-            kept = [(share.start, share.stop) for share in shares]
+        if all(graph.kind[covered.op] != _SCATTER for covered in ranges) or int(graph.parent[op]) in self._gathered:
+            kept = [(covered.start, covered.stop) for covered in ranges]
             if numel is not None and kept != [(0, numel)]:
                 yield rank, kept, [(0, numel)]
             return
         group = graph.groups[int(graph.group[op])] if graph.group[op] != NONE else None
-        if group is None or rank not in group.ranks or any(share.at is None for share in shares):
+        if group is None or rank not in group.ranks or any(covered.at is None for covered in ranges):
             return
         axis = AXES[int(graph.axis[op])]
         is_folded = axis in grid.folded or group.copies > 1
@@ -121,7 +121,7 @@ class KeptElements:
         shards = [
             k if is_folded and axis == "dp" else grid.place(one, "dp") for k, one in zip(places, members, strict=True)
         ]
-        calls = [(share.start, share.stop, share.at, self._numel(share.op)) for share in shares]
+        calls = [(covered.start, covered.stop, covered.at, self._numel(covered.op)) for covered in ranges]
         key = numel, group.size, *places, *shards, *calls
         if not stated and key in self._right:
             return
@@ -130,7 +130,9 @@ class KeptElements:
             updated = self._updated(p, one, stage, shard)
             if updated is None:
                 return
-            sides.append((one, [cut for share in shares for cut in self._cut(share, position, group.size)], updated))
+            sides.append(
+                (one, [cut for covered in ranges for cut in self._cut(covered, position, group.size)], updated)
+            )
         if not stated and all(compare(kept, updated) is None for _, kept, updated in sides):
             self._right.add(key)
         yield from sides
@@ -138,14 +140,14 @@ class KeptElements:
     def _numel(self, op: int) -> int:
         return int(self.model.graph.stop[op] - self.model.graph.start[op])
 
-    def _cut(self, share: Share, position: int, size: int) -> Ranges:
-        """The elements of a share that one member of its group keeps."""
+    def _cut(self, covered: CoveredRange, position: int, size: int) -> Ranges:
+        """The elements of a range that one member of its group keeps."""
         graph = self.model.graph
-        if graph.kind[share.op] != _SCATTER:
-            return [(share.start, share.stop)]
-        each = self._numel(share.op) // size
-        first = share.start - (share.at or 0)
-        low, high = max(share.start, first + position * each), min(share.stop, first + (position + 1) * each)
+        if graph.kind[covered.op] != _SCATTER:
+            return [(covered.start, covered.stop)]
+        each = self._numel(covered.op) // size
+        first = covered.start - (covered.at or 0)
+        low, high = max(covered.start, first + position * each), min(covered.stop, first + (position + 1) * each)
         return [(low, high)] if low < high else []
 
     def _updated(self, p: int, rank: int, stage: int, shard: int) -> Ranges | None:

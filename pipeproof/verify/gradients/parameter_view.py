@@ -1,7 +1,7 @@
-"""Views of one parameter's gradient: its moves on one rank, read from its history, and all ranks executed together.
+"""Views of one parameter's gradient: its changes on one rank, read from its history, and all ranks executed together.
 
 A history is read once for all histories with the same signature; parameters with
-the same moves have equal views.
+the same changes have equal views.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ _STRANGER = -2
 """Position of a reduction of a micro-batch that the step does not have."""
 
 
-class MoveKind(Enum):
-    """Effect of a move on the gradient that the rank holds."""
+class ChangeKind(Enum):
+    """Effect of a change on the gradient that the rank holds."""
 
     ADD = auto()
     OVERWRITE = auto()
     SCALE = auto()
     REDUCE = auto()
-    SPOIL = auto()
+    UNEXPECTED = auto()
     """A reduction that is not a sum (a maximum), or an exchange of unequal gradients."""
-    TOUCH = auto()
+    UNKNOWN = auto()
     """Reads and writes the gradient in a way that the facts do not describe."""
     STEP = auto()
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One move. ``axis`` of a reduction names the line of the grid that its group is, None for any other ``group``.
+class Change:
+    """One change. ``axis`` of a reduction names the line of the grid that its group is, None for any other ``group``.
 
     A reduction without a ``group`` is over the whole line. One with a ``position`` sums the contribution of the
     micro-batch at that position in the step, one without it the whole gradient.
     """
 
-    kind: MoveKind
+    kind: ChangeKind
     addend: int = NONE
     factor: Coefficient = ONE
     axis: str | None = None
@@ -65,29 +65,29 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """The moves of one parameter's gradient on one rank, in program order.
+    """The changes of one parameter's gradient on one rank, in program order.
 
-    ``ops`` are the op ids of each move (all of an addition's). ``counts[a]``
+    ``ops`` are the op ids of each change (all of an addition's). ``counts[a]``
     is how often addend ``a`` holds each micro-batch of the step, ``stages[a]``
     its stage.
     """
 
-    moves: tuple[Move, ...]
+    changes: tuple[Change, ...]
     ops: tuple[IntColumn, ...]
     counts: tuple[IntColumn, ...]
     stages: tuple[int, ...]
 
-    def where(self, *kinds: MoveKind) -> list[int]:
-        """Places of the moves of these kinds."""
-        return [i for i, move in enumerate(self.moves) if move.kind in kinds]
+    def where(self, *kinds: ChangeKind) -> list[int]:
+        """Places of the changes of these kinds."""
+        return [i for i, change in enumerate(self.changes) if change.kind in kinds]
 
-    def sums(self, move: Move, addend: int) -> bool:
+    def sums(self, change: Change, addend: int) -> bool:
         """Return True if a reduction sums an addend: any addend, or an addend of its micro-batch."""
-        return move.position == NONE or (move.position != _STRANGER and bool(self.counts[addend][move.position]))
+        return change.position == NONE or (change.position != _STRANGER and bool(self.counts[addend][change.position]))
 
 
-_Draft = list[tuple[Move, IntColumn]]
-"""The moves of a view with their op ids, up to some row."""
+_Draft = list[tuple[Change, IntColumn]]
+"""The changes of a view with their op ids, up to some row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class Reader:
     unreadable: dict[int, str] = field(default_factory=dict)
 
     def views(self, indices: Sequence[int], parameters: Sequence[int]) -> list[View]:
-        """One view for each parameter of the histories of one rank, whose moves are taken together."""
+        """One view for each parameter of the histories of one rank, whose changes are taken together."""
         entries, line, named, addends, segments = self._entries_and_additions(indices)
         drafts: dict[int, _Draft] = {p: [] for p in parameters}
         counts: list[IntColumn] = []
@@ -108,7 +108,7 @@ class Reader:
             for stage, ops, count in segments.get(index, ()):
                 for p in parameters:
                     if stage in self.model.facts.parameters[p].stages:
-                        drafts[p].append((Move(MoveKind.ADD, len(counts)), ops))
+                        drafts[p].append((Change(ChangeKind.ADD, len(counts)), ops))
                 counts.append(count)
                 stages.append(stage)
             if index == len(entries):
@@ -118,7 +118,7 @@ class Reader:
                 stage, count = addends[index]
                 overwrites = int(self.model.graph.reduction[op]) == OVERWRITE
                 factor = self._factor(op, self.model.block_sizes)
-                own = Move(MoveKind.OVERWRITE if overwrites else MoveKind.ADD, len(counts), factor)
+                own = Change(ChangeKind.OVERWRITE if overwrites else ChangeKind.ADD, len(counts), factor)
                 for p in parameters:
                     if stage in self.model.facts.parameters[p].stages:
                         drafts[p].append((own, entries[index : index + 1]))
@@ -126,10 +126,10 @@ class Reader:
                 stages.append(stage)
                 continue
             names = self.histories.names[int(named[index])]
-            for p, move in self._moves(op, int(line[index]), names, drafts):
-                drafts[p].append((move, entries[index : index + 1]))
+            for p, change in self._changes(op, int(line[index]), names, drafts):
+                drafts[p].append((change, entries[index : index + 1]))
         return [
-            View(tuple(move for move, _ in draft), tuple(ops for _, ops in draft), tuple(counts), tuple(stages))
+            View(tuple(change for change, _ in draft), tuple(ops for _, ops in draft), tuple(counts), tuple(stages))
             for draft in drafts.values()
         ]
 
@@ -181,10 +181,10 @@ class Reader:
             self.unreadable[op] = str(error)
             return ONE
 
-    def _moves(
+    def _changes(
         self, op: int, line: int, names: frozenset[str], drafts: Mapping[int, _Draft]
-    ) -> Iterator[tuple[int, Move]]:
-        """(parameter, move) for each parameter that an entry changes."""
+    ) -> Iterator[tuple[int, Change]]:
+        """(parameter, change) for each parameter that an entry changes."""
         graph, facts = self.model.graph, self.model.facts
         kind, stage = int(graph.kind[op]), int(graph.stage[op])
         of_stage = self.model.parameters_of.get(stage, ()) if names else self.model.settled(int(graph.rank[op]), stage)
@@ -195,12 +195,12 @@ class Reader:
             if unknown:
                 self.unreadable[op] = f"the model has no parameter {', '.join(f'`{name}`' for name in sorted(unknown))}"
         if kind == _STEP:
-            yield from ((p, Move(MoveKind.STEP)) for p in params)
+            yield from ((p, Change(ChangeKind.STEP)) for p in params)
         elif kind == _SCALE:
             for p in params if names else [p for p in params if facts.parameters[p].made_by == "backward"]:
-                reduced = any(move.kind is MoveKind.REDUCE for move, _ in drafts[p])
+                reduced = any(change.kind is ChangeKind.REDUCE for change, _ in drafts[p])
                 sizes = self.model.rank_sizes(int(graph.work_item[op]), reduced=reduced)
-                yield p, Move(MoveKind.SCALE, factor=self._factor(op, sizes))
+                yield p, Change(ChangeKind.SCALE, factor=self._factor(op, sizes))
         elif kind == _REDUCE:
             axis = None if graph.axis[op] == NONE else AXES[int(graph.axis[op])]
             if int(graph.group[op]) != NONE or axis not in self._listed:
@@ -212,7 +212,9 @@ class Reader:
         elif graph.target_kind[op] != _REDUCE and kind != _BARRIER:
             axis = AXES[int(graph.axis[op])]
             yield from (
-                (p, Move(MoveKind.SPOIL, axis=axis)) for p in params if not self._is_equal(p, kind, drafts[p], axis)
+                (p, Change(ChangeKind.UNEXPECTED, axis=axis))
+                for p in params
+                if not self._is_equal(p, kind, drafts[p], axis)
             )
 
     def _is_equal(self, p: int, kind: int, draft: _Draft, axis: str) -> bool:
@@ -220,7 +222,7 @@ class Reader:
         if kind == _ALL_TO_ALL:
             return False
         parameter = self.model.facts.parameters[p]
-        summed = any(move.kind is MoveKind.REDUCE and move.axis == axis for move, _ in draft)
+        summed = any(change.kind is ChangeKind.REDUCE and change.axis == axis for change, _ in draft)
         return summed or (axis not in parameter.sharded_over and not self.model.is_reduced(parameter, axis))
 
     def _owed(self, stage: int, axis: str | None) -> Sequence[int]:
@@ -233,7 +235,7 @@ class Reader:
 
     def _reductions(
         self, op: int, axis: str | None, line: int, parameters: Sequence[int]
-    ) -> Iterator[tuple[int, Move]]:
+    ) -> Iterator[tuple[int, Change]]:
         graph, grid = self.model.graph, self.model.grid
         sources = (
             (op, int(graph.parent[op])) if graph.target_kind[op] == _REDUCE and graph.parent[op] != NONE else (op,)
@@ -244,21 +246,21 @@ class Reader:
             sizes = self.model.rank_sizes(NONE, reduced=True)
             factor = prod((self._factor(source, sizes) for source in sources), start=ONE)
             if self.model.facts.guessed and axis is not None and not self.model.is_reduced(parameter, axis):
-                yield p, Move(MoveKind.TOUCH, axis=axis)
+                yield p, Change(ChangeKind.UNKNOWN, axis=axis)
             elif how == _MAX:
-                yield p, Move(MoveKind.SPOIL, axis=axis)
+                yield p, Change(ChangeKind.UNEXPECTED, axis=axis)
             elif line <= -2:
-                yield p, Move(MoveKind.REDUCE, NONE, factor, None, -2 - line, how == _AVG, place)
+                yield p, Change(ChangeKind.REDUCE, NONE, factor, None, -2 - line, how == _AVG, place)
             elif line != NONE:
                 named = grid.axes[line] if line < len(grid.axes) else None
                 if named is not None:
-                    yield p, Move(MoveKind.REDUCE, NONE, factor, named, int(graph.group[op]), how == _AVG, place)
+                    yield p, Change(ChangeKind.REDUCE, NONE, factor, named, int(graph.group[op]), how == _AVG, place)
                 elif factor != ONE:
-                    yield p, Move(MoveKind.SCALE, NONE, factor)
+                    yield p, Change(ChangeKind.SCALE, NONE, factor)
             else:
                 lines = [axis] if axis is not None else [a for a in TOKEN_AXES if a not in parameter.sharded_over]
                 for i, one in enumerate(a for a in lines if a in grid.axes):
-                    yield p, Move(MoveKind.REDUCE, NONE, factor if i == 0 else ONE, one, NONE, how == _AVG, place)
+                    yield p, Change(ChangeKind.REDUCE, NONE, factor if i == 0 else ONE, one, NONE, how == _AVG, place)
 
     def _position(self, op: int) -> int:
         """The position of a REDUCE_GRAD's micro-batch in the step; ``NONE`` if it sums the whole gradient."""
@@ -327,7 +329,7 @@ class _Runner:
     calls: dict[tuple[object, ...], int] = field(default_factory=dict)
 
 
-def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partners]) -> dict[int, State]:
+def interpret(views: Mapping[int, View], partners: Callable[[int, Change], Partners]) -> dict[int, State]:
     """The state that the optimizer of each rank reads, or the last one where there is none.
 
     The k-th reduction of a rank with some partners meets their k-th with it.
@@ -336,7 +338,7 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
     """
     runners = {rank: _Runner(view) for rank, view in views.items()}
     calls_of_rank = {
-        rank: [partners(rank, move) if move.kind is MoveKind.REDUCE else None for move in view.moves]
+        rank: [partners(rank, change) if change.kind is ChangeKind.REDUCE else None for change in view.changes]
         for rank, view in views.items()
     }
     totals = {
@@ -353,7 +355,7 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
         stuck.pop(rank, None)
         runner = runners[rank]
         _advance(rank, runner)
-        if runner.at == len(runner.view.moves):
+        if runner.at == len(runner.view.changes):
             continue
         partners_of_call = calls_of_rank[rank][runner.at]
         assert partners_of_call is not None
@@ -377,20 +379,20 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
 
 
 def _advance(rank: int, runner: _Runner) -> None:
-    """Execute the moves that need no other rank."""
-    moves = runner.view.moves
-    while runner.at < len(moves) and moves[runner.at].kind is not MoveKind.REDUCE:
-        move = moves[runner.at]
-        match move.kind:
-            case MoveKind.ADD:
-                runner.state = {**runner.state, (rank, move.addend, frozenset()): move.factor}
-            case MoveKind.OVERWRITE:
-                runner.state = {(rank, move.addend, frozenset()): move.factor}
-            case MoveKind.SCALE:
-                runner.state = {source: factor * move.factor for source, factor in runner.state.items()}
-            case MoveKind.SPOIL:
+    """Execute the changes that need no other rank."""
+    changes = runner.view.changes
+    while runner.at < len(changes) and changes[runner.at].kind is not ChangeKind.REDUCE:
+        change = changes[runner.at]
+        match change.kind:
+            case ChangeKind.ADD:
+                runner.state = {**runner.state, (rank, change.addend, frozenset()): change.factor}
+            case ChangeKind.OVERWRITE:
+                runner.state = {(rank, change.addend, frozenset()): change.factor}
+            case ChangeKind.SCALE:
+                runner.state = {source: factor * change.factor for source, factor in runner.state.items()}
+            case ChangeKind.UNEXPECTED:
                 runner.state = {**runner.state, UNEXPECTED: ONE}
-            case MoveKind.STEP:
+            case ChangeKind.STEP:
                 runner.final = runner.state if runner.final is None else runner.final
             case _:
                 pass
@@ -401,8 +403,8 @@ def _meet(together: Sequence[tuple[int, _Runner]], partners_of_call: Partners, v
     total: dict[Source, Coefficient] = {UNEXPECTED: ONE} if partners_of_call.unexpected else {}
     kept: dict[int, State] = {}  # what a sum of one micro-batch leaves as it is
     for rank, runner in together:
-        move = runner.view.moves[runner.at]
-        others = {one for one in runner.state if one[0] != NONE and not views[one[0]].sums(move, one[1])}
+        change = runner.view.changes[runner.at]
+        others = {one for one in runner.state if one[0] != NONE and not views[one[0]].sums(change, one[1])}
         kept[rank] = {one: runner.state[one] for one in others}
         for (source, addend, summed), factor in runner.state.items():
             target = (source, addend, summed)
@@ -415,8 +417,8 @@ def _meet(together: Sequence[tuple[int, _Runner]], partners_of_call: Partners, v
             total[target] = total.get(target, Coefficient(())) + factor
     shared: dict[Coefficient, State] = {}
     for rank, runner in together:
-        move = runner.view.moves[runner.at]
-        factor = move.factor * (partners_of_call.size.inverse if move.average else ONE)
+        change = runner.view.changes[runner.at]
+        factor = change.factor * (partners_of_call.size.inverse if change.average else ONE)
         if factor not in shared:
             shared[factor] = total if factor == ONE else {source: f * factor for source, f in total.items()}
         runner.state = shared[factor] if not kept[rank] else _added(shared[factor], kept[rank])

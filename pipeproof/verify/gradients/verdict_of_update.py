@@ -27,7 +27,7 @@ from pipeproof.stages.describe.gradient_facts import (
 from pipeproof.verify.gradients.coefficient import ONE, ZERO, Coefficient
 from pipeproof.verify.gradients.expected_gradients import Model, Site, Sites, of_micro_batch
 from pipeproof.verify.gradients.explain_sum import Count, HeldGradient, repeated
-from pipeproof.verify.gradients.parameter_view import Move, MoveKind, State
+from pipeproof.verify.gradients.parameter_view import Change, ChangeKind, State
 
 # --- The rows whose scales make a token's weight wrong: without them, it would be right ---
 
@@ -48,8 +48,8 @@ def scales_of_sum(
         result |= dict(_scales_of_rank(model, held, source, position, whole=source == rank))
     if rank not in sources:
         view = held.views[rank]
-        first = next(iter(view.where(MoveKind.REDUCE)), len(view.moves))
-        result |= {int(view.ops[i][0]): _factor(model, view.moves[i]) for i in range(first, len(view.moves))}
+        first = next(iter(view.where(ChangeKind.REDUCE)), len(view.changes))
+        result |= {int(view.ops[i][0]): _factor(model, view.changes[i]) for i in range(first, len(view.changes))}
     return [(row, factor) for row, factor in result.items() if factor != ONE]
 
 
@@ -59,23 +59,23 @@ def _scales_of_rank(
     """(row, factor) of the addition of a micro-batch and of later rows; up to the first sum, if not ``whole``."""
     view = held.views[source]
     is_added = False
-    for move, ops in zip(view.moves, view.ops, strict=True):
-        if move.kind in (MoveKind.ADD, MoveKind.OVERWRITE):
-            if view.counts[move.addend][position]:
+    for change, ops in zip(view.changes, view.ops, strict=True):
+        if change.kind in (ChangeKind.ADD, ChangeKind.OVERWRITE):
+            if view.counts[change.addend][position]:
                 is_added = True
-                yield int(ops[0]), move.factor
-        elif is_added and (move.kind is not MoveKind.REDUCE or move.position in (NONE, position)):
-            if move.kind is MoveKind.REDUCE and not whole:
+                yield int(ops[0]), change.factor
+        elif is_added and (change.kind is not ChangeKind.REDUCE or change.position in (NONE, position)):
+            if change.kind is ChangeKind.REDUCE and not whole:
                 return
-            yield int(ops[0]), _factor(model, move)
+            yield int(ops[0]), _factor(model, change)
 
 
-def _factor(model: Model, move: Move) -> Coefficient:
-    if not move.average:
-        return move.factor
-    whole = move.group == NONE
-    size = model.grid.size(move.axis or "") if whole else Coefficient.of(model.graph.groups[move.group].size)
-    return move.factor * size.inverse
+def _factor(model: Model, change: Change) -> Coefficient:
+    if not change.average:
+        return change.factor
+    whole = change.group == NONE
+    size = model.grid.size(change.axis or "") if whole else Coefficient.of(model.graph.groups[change.group].size)
+    return change.factor * size.inverse
 
 
 def rows_to_blame(
