@@ -39,6 +39,10 @@ def open_names(made):
         ("--use-fused-rmsnorm --own-flag 3", ["--own-flag"]),
         ("--own-flag 3", ["--own-flag"]),
         ("--hybrid-override-pattern M-M*M-M*", ["--hybrid-override-pattern"]),
+        ("--encoder-num-layers 4 --decoder-seq-length 64", ["--encoder-num-layers", "--decoder-seq-length"]),
+        ("--encoder-tensor-model-parallel-size 2", ["--encoder-tensor-model-parallel-size"]),
+        ("--language-model-type llama3_8b --freeze-ViT", ["--language-model-type", "--freeze-ViT"]),
+        ("--vision-model-type clip --vision-pretraining", ["--vision-model-type", "--vision-pretraining"]),
         ("--spec local", []),
         ("--spec my.blocks spec", ["--spec"]),
         ("--virtual-pipeline-model-parallel-size 2", ["--virtual-pipeline-model-parallel-size"]),
@@ -198,6 +202,12 @@ def test_the_configuration_that_bridge_writes_is_read():
     assert made.plan["topology"] == {"pp": 4, "tp": 2, "sequence_parallel": True, "dp": 2}
     assert [made.plan["schedule"][key] for key in ("num_chunks", "num_micro_batches")] == [2, 32]
     assert not check_imported(made).errors
+
+
+def test_a_model_of_bridge_with_an_encoder_leaves_the_verdict_open(tmp_path):
+    text = (EXAMPLES / "importing" / "megatron_bridge.yaml").read_text(encoding="utf-8")
+    text = text.replace("gpt_provider.GPTModelProvider", "qwen_vl.Qwen3VLModelProvider\n  vision_config: {depth: 24}")
+    assert open_names(imported("megatron-bridge", tmp_path, text)) == ["model._target_", "model.vision_config"]
 
 
 def test_recipes_of_verl_are_known_by_the_actor(tmp_path):

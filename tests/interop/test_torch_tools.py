@@ -116,6 +116,19 @@ def test_schedules_of_one_stage_need_as_many_micro_batches_as_stages(tmp_path, s
     assert f"{num_micro_batches} micro-batches on 4 stages" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ('[model]\nname = "llama4"', []),
+        ('[model]\nname = "qwen3_vl"', ["model.name"]),
+        ('[model]\nname = "vlm"\n[model.vision_encoder]\nnum_layers = 24', ["model.name", "model.vision_encoder"]),
+    ],
+)
+def test_a_model_of_torchtitan_with_an_encoder_leaves_the_verdict_open(tmp_path, more, names):
+    found = [one.message.split("`")[1] for one in titan(tmp_path, more).findings if one.code == "PP177"]
+    assert found == names
+
+
 def test_unknown_keys_of_torchtitan_are_named(tmp_path):
     made = titan(tmp_path, "pipeline_parallel_magic = 1\nfsdp_reshard_after_forward = 'never'")
     assert [setting.name for setting in made.ignored] == ["pipeline_parallel_magic"]

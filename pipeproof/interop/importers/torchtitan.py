@@ -9,6 +9,7 @@ torchtitan/config/configs.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +19,11 @@ from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, describe_value, listed, nearest_name
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import MAX_LAYERS, MAX_NUMBER, Draft, count, misspelt, stages_of
-from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE, one_file
+from pipeproof.interop.importers.import_codes import REFUSED, UNDECIDED, UNREADABLE, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import assume_model
+from pipeproof.interop.importers.names import other_parts
 from pipeproof.interop.importers.tree import Placed, Tree, Unknown, read_toml
 
 _SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
@@ -61,6 +63,8 @@ _WITHOUT_BEARING: Final = frozenset(
         "context_parallel_ptrr_mask_key", "enable_fsdp_symm_mem", "spmd_backend",
     }
 )  # fmt: skip
+_ENCODER: Final = re.compile(r"(vision|image|video|audio|\w*encoder|mm)(_\w+)?$")
+"""Finds sections of encoders; the embedding of tokens is no encoder."""
 _KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "": frozenset({*_PARALLELISM, "activation_checkpoint", "model"}),
@@ -280,11 +284,27 @@ class _Job:
                 self.take(path, ("model", key), self.number(*path, default=1))
         kind = str(self.value("model", "name", default=""))
         take_parts_of_type(self.draft, kind, "name", self.location("model", "name"))
+        self._find_other_parts(kind)
         if self.draft.flags.model_config is None and count(self.draft, "topology", "pp") > 1:
             blocks = {module for part in self._parts() for module in self._named(part) if module.startswith("layer.")}
             if blocks:
                 self._take(_MODULES, ("model", "num_layers"), len(blocks))
         assume_model(self.draft, num_stages)
+
+    def _find_other_parts(self, kind: str) -> None:
+        """Find PP177: the name of the model, or a section, tells of parts that a plan does not have."""
+        why = other_parts(kind)
+        if why is not None:
+            self._leave_open(("model", "name"), f"`model.name` is `{kind}`: {why}")
+        for path in ((), ("model",)):
+            for name in self.tree.names(*path):
+                if _ENCODER.match(name) and self.tree.names(*path, name):
+                    shown = ".".join((*path, name))
+                    self._leave_open((*path, name), f"`{shown}`: models with an encoder are not described")
+
+    def _leave_open(self, path: tuple[str, ...], message: str) -> None:
+        fix = "if it changes neither order, cut nor blocks, `--ignore PP177` gives the verdict without it"
+        self.draft.find(UNDECIDED.finding(message, self.location(*path), fix))
 
     def _parts(self) -> Sequence[Any]:
         """Return the modules of all stages, where they are listed."""

@@ -29,7 +29,13 @@ _RESOLVED: Final = frozenset({"num_layers_per_virtual_pipeline_stage", "decoder_
 """Arguments that determine other arguments of the block."""
 
 _LAYOUT, _CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
-_DEFAULTS: Final = frozenset({("num_distributed_optimizer_instances", "1"), ("main_grads_dtype", "torch.float32")})
+_DEFAULTS: Final = frozenset(
+    {
+        ("num_distributed_optimizer_instances", "1"),
+        ("main_grads_dtype", "torch.float32"),
+        ("vision_model_type", "radio"),
+    }
+)
 """Values at which arguments outside of a plan change nothing."""
 
 

@@ -37,8 +37,8 @@ _VARIANT: Final = re.compile(
 
 
 _OTHER_PARTS: Final = (
-    (re.compile(r"VL\b|Vision|Omni|GLM-4\.\dV|Kimi-K2\.5|llava|gemma-3-(?!1b)", re.IGNORECASE),
-     "its encoder of images or sound is not described"),
+    (re.compile(r"VL(M|Model|\b)|Vision|Omni|multimodal|MIMO|GLM-4\.\dV|Kimi[-_]K2[._][5-9]|llava|gemma-3-(?!1b)",
+                re.IGNORECASE), "its encoder of images or sound is not described"),
     (re.compile(r"Qwen3-(Coder-)?Next|Qwen3\.[5-9]|Kimi-(Linear|K3)|Nemotron-(H|3|Nano)|mamba|hybrid", re.IGNORECASE),
      "blocks with linear attention or a state space are not described"),
     (re.compile(r"DeepSeek-V(3\.2|4)|GLM-5", re.IGNORECASE), "sparse attention is not described"),

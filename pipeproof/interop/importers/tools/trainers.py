@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from pipeproof.interop.importers.imported import IgnoredSetting
+from pipeproof.interop.importers.names import other_parts
 from pipeproof.interop.importers.tools.job import BATCH, PP, Job
 from pipeproof.interop.importers.tools.tool import Tool
 
@@ -78,6 +79,10 @@ def _adapt_bridge(job: Job) -> None:
     job.take("--seq-length", "dataset.seq_length")
     if job.tree.value("model.share_embeddings_and_output_weights") is False:
         job.switch("--untie-embeddings-and-output-weights")
+    provider = job.tree.get("model", "_target_")
+    other = other_parts(str(provider.value)) if provider is not None else None
+    if provider is not None and other is not None:
+        job.open.append(IgnoredSetting("model._target_", other, provider.location))
     precision, fp16 = job.tree.value("mixed_precision"), job.tree.value("mixed_precision.fp16")
     job.switch("--fp16" if fp16 is True or (isinstance(precision, str) and "fp16" in precision) else "--bf16")
 
@@ -100,6 +105,7 @@ BRIDGE: Final = Tool(
             "ddp.bucket_size": "--ddp-bucket-size",
         }
     ),
+    decides=re.compile(r"(megatron_)?mimo_\w+|vision_\w+|freeze_\w+"),
     without=re.compile(r"\w+"),
     adapt=_adapt_bridge,
 )
