@@ -149,7 +149,7 @@ CASES = (
     ),
     of_program(
         "L7",
-        "the leader of a group broadcasts what it received only if a flag of its own says so; the members always wait",
+        "the leader of a group broadcasts its tensor only if a flag of its own is set; the members always wait",
         LEADER,
         (" 1BROADCAST1:tp{group=0} 1F1 1B1 1SEND_B1!{peer=0}", " 1F1 1B1 1SEND_B1!{peer=0}"),
         kills=("PP306", "PP402"),
@@ -177,7 +177,7 @@ CASES = (
     ),
     of_edges(
         "L11",
-        "the last stage gets the auxiliary states of its own rank's layers, and those of earlier stages are dropped",
+        "the last stage gets the auxiliary states of its own rank's layers; earlier stages drop theirs",
         *AUXILIARY,
         runs=AUXILIARY[1:],
         kills=("PP125",),

@@ -64,7 +64,7 @@ _WITHOUT_BEARING: Final = frozenset(
     }
 )  # fmt: skip
 _ENCODER: Final = re.compile(r"(vision|image|video|audio|\w*encoder|mm)(_\w+)?$")
-"""Finds sections of encoders; the embedding of tokens is no encoder."""
+"""Finds sections of encoders."""
 _KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "": frozenset({*_PARALLELISM, "activation_checkpoint", "model"}),
@@ -292,7 +292,7 @@ class _Job:
         assume_model(self.draft, num_stages)
 
     def _find_other_parts(self, kind: str) -> None:
-        """Find PP177: the name of the model, or a section, tells of parts that a plan does not have."""
+        """Find PP177: the name of the model, or a section, names parts that a plan does not have."""
         why = other_parts(kind)
         if why is not None:
             self._leave_open(("model", "name"), f"`model.name` is `{kind}`: {why}")
