@@ -17,9 +17,9 @@ from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.cost.devices import DEVICES
 from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags, plan_lines
 from pipeproof.interop.importers.model_sizes import assume_model
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.interop.tune_models import tune_model
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict, with_settings
@@ -171,11 +171,11 @@ def _model(answers: Answers, layout: Layout) -> tuple[PlanSpec, tuple[str, ...]]
     if answers.model != SMALL_MODEL:
         source = tune_model(answers.model, flags=Flags(settings))
         return source.plan.spec, source.assumptions
-    draft = Draft("init", Flags(settings))
+    plan = PlanBuilder("init", Flags(settings))
     for axis in ("tp", "cp", "ep"):
-        draft.set(("topology", axis), getattr(layout, axis), f"--{axis}")
-    assume_model(draft, layout.num_stages)
-    model = draft.imported("--model", ()).plan["model"]
+        plan.set(("topology", axis), getattr(layout, axis), f"--{axis}")
+    assume_model(plan, layout.num_stages)
+    model = plan.imported("--model", ()).plan["model"]
     return plan_from_dict({"pipeproof": 1, "model": model, "topology": {}, "schedule": _FIRST_BATCHES}).spec, ()
 
 

@@ -15,10 +15,10 @@ from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.diagnostics.source import read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.check_imported import load_imported
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import MODEL_NAMES, read_model_config
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 
 
@@ -127,10 +127,10 @@ def tune_model(source: str, *, kind: str | None = None, flags: Flags | None = No
 
 
 def _of_config(path: Path, flags: Flags) -> TuneModel:
-    draft = Draft("config", flags)
-    read_model_config(draft, path)
-    draft.set(("model", "kind"), "gpt", "the family of the model")
-    imported = draft.imported(str(path), ())
+    plan = PlanBuilder("config", flags)
+    read_model_config(plan, path)
+    plan.set(("model", "kind"), "gpt", "the family of the model")
+    imported = plan.imported(str(path), ())
     return _with_length(dict(imported.plan.get("model", {})), flags, ())
 
 

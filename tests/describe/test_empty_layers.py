@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeproof.analysis.tune.recut import layer_times, stage_times
+from pipeproof.analysis.tune.repartition import layer_times, stage_times
 from pipeproof.cost.plan_times import with_times
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.diagnostics.source import PlanFileError

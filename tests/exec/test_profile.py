@@ -268,7 +268,7 @@ def test_a_profile_is_found_next_to_the_plan_from_any_directory(tmp_path, monkey
     assert plan_from_dict(dumped).spec.cost.profile == str(tmp_path / "profile.json")
 
 
-def test_tune_recuts_measured_times(tmp_path):
+def test_tune_repartitions_measured_times(tmp_path):
     plan = plan_with_profile(tmp_path, profile=profile_text())
     result = CliRunner().invoke(main, ["tune", str(plan)])
     assert result.exit_code == 0, result.output

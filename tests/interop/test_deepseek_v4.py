@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pipeproof.interop import Flags
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.model_sizes import assume_model
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from tests.interop.importing import imported, refusal
@@ -62,9 +62,9 @@ def model_of(tmp_path, keys):
 
 
 def of_config(config):
-    draft = Draft("model config", Flags(model_config=config))
-    assume_model(draft, 1)
-    made = draft.imported("", ())
+    plan = PlanBuilder("model config", Flags(model_config=config))
+    assume_model(plan, 1)
+    made = plan.imported("", ())
     model = made.plan["model"] | {"seq_length": 256}
     return plan_from_dict(plan_dict() | {"model": model, "topology": {}}).spec, made.ignored
 

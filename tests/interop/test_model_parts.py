@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import read_model_config
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from tests.interop.importing import imported
 
 GPT = {"norm": "layer", "positions": "learned", "biases": "all", "tied_embedding": True}
@@ -17,9 +17,9 @@ LATENT = {"kv_lora_rank": 8}
 
 def read(path, config):
     (path / "config.json").write_text(json.dumps(config))
-    draft = Draft("model config", Flags())
-    read_model_config(draft, path / "config.json")
-    made = draft.imported("", ())
+    plan = PlanBuilder("model config", Flags())
+    read_model_config(plan, path / "config.json")
+    made = plan.imported("", ())
     parts = {key: made.plan["model"][key] for key in KEYS if key in made.plan.get("model", {})}
     return made, parts
 

@@ -157,9 +157,9 @@ def test_types_that_the_device_was_asked_about_stay_those_of_memory():
 def test_a_candidate_with_other_stages_has_the_optimizers_time_of_its_own():
     loaded = plan_from_dict(plan_dict(cost={"optimizer_us": [10, 14]}))
     layout = Layout(2, 2, 1, 1, 1, 1, 2, 4, "interleaved", None, "even", "none", "none")
-    recut = plan_from_dict(PlanLayouts(loaded, every_schedule(), {}).plan_of(layout)).spec
-    assert recut.num_stages == 4
-    assert sum(recut.cost.optimizer_of(stage) for stage in range(4)) == 24
+    repartitioned = plan_from_dict(PlanLayouts(loaded, every_schedule(), {}).plan_of(layout)).spec
+    assert repartitioned.num_stages == 4
+    assert sum(repartitioned.cost.optimizer_of(stage) for stage in range(4)) == 24
 
 
 def test_the_table_of_costs_names_the_optimizers_step(tmp_path):

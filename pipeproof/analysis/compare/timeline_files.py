@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pipeproof.analysis.tune.recut import layer_times, stage_times
+from pipeproof.analysis.tune.repartition import layer_times, stage_times
 from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, read_foreign
 from pipeproof.schedule.op_table import OpGraph

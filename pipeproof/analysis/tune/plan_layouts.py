@@ -3,7 +3,7 @@
 A layout has the model, the mesh, the global batch and the memory settings of the plan. Times that the plan computes
 (``cost.analytic``) are computed for each layout. Given times move with the work:
 
-- a layer takes the same time as in the given plan (``recut`` derives it from the times of stages);
+- a layer takes the same time as in the given plan (``repartition`` derives it from the times of stages);
 - a micro-batch of half the sequences takes half the time. Kernels on small inputs take longer, so other micro-batches
   and splits are tried only if ``fix`` names them;
 - a message takes the given latency for any size.
@@ -23,7 +23,7 @@ from pipeproof.analysis.sweep.evaluate_point import num_sequences
 from pipeproof.analysis.tune.frameworks import Framework
 from pipeproof.analysis.tune.layouts import MAX_FORWARDS, Bound, Layout, chunk_counts_of, divisors
 from pipeproof.analysis.tune.present_step import PresentStep, present_step
-from pipeproof.analysis.tune.recut import layer_times, num_blocks, stage_times
+from pipeproof.analysis.tune.repartition import layer_times, num_blocks, stage_times
 from pipeproof.analysis.tune.step_clock import asap_clock, block_sequences, figures_of
 from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.comm.lower import with_measured_times
@@ -191,13 +191,13 @@ class PlanLayouts:
             declared = self.spec.cost
             cost = {key: value for key, value in self.data.get("cost", {}).items() if key not in _TIMES}
             share = Fraction(size, self.spec.schedule.micro_batch_size)
-            is_recut = num_stages != self.spec.num_stages
-            stages = stage_layers(plan_from_dict({**data, "cost": {}}).spec) if is_recut else self._layers
+            is_repartitioned = num_stages != self.spec.num_stages
+            stages = stage_layers(plan_from_dict({**data, "cost": {}}).spec) if is_repartitioned else self._layers
             for name, times in self._times().items():
-                recut = stage_times(stages, layer_times(self._layers, times)) if is_recut else times
-                scaled = [_written(time * share) for time in recut]
+                moved = stage_times(stages, layer_times(self._layers, times)) if is_repartitioned else times
+                scaled = [_written(time * share) for time in moved]
                 cost[name] = scaled if len(set(scaled)) > 1 else scaled[0]
-            if is_recut and isinstance(declared.optimizer_us, tuple):  # it depends only on the weights
+            if is_repartitioned and isinstance(declared.optimizer_us, tuple):  # it depends only on the weights
                 updates = stage_times(stages, layer_times(self._layers, declared.optimizer_us))
                 cost["optimizer_us"] = [_written(time) for time in updates]
             self._costs[num_stages, size] = cost
@@ -241,14 +241,14 @@ class PlanLayouts:
         """Numbers of stages of a rank: the divisors of its blocks, and the least number of the schedule."""
         num_ranks, num_stages = self.spec.topology.pp, self.spec.num_stages
         counts = set() if num_stages % num_ranks else {num_stages // num_ranks}
-        per_rank = sum(map(counts_in_even_cut, layer_order(self.spec.gpt))) // num_ranks if self._can_be_recut else 0
+        per_rank = sum(map(counts_in_even_cut, layer_order(self.spec.gpt))) // num_ranks if self._can_repartition else 0
         if per_rank:
             least = SCHEDULE_KINDS[kind].min_chunks
             counts |= {*divisors(per_rank)} | ({least} if least <= per_rank else set())
         return [count for count in sorted(counts) if self._allows("vpp", count)]
 
     @cached_property
-    def _can_be_recut(self) -> bool:
+    def _can_repartition(self) -> bool:
         """True if the plan's stages have all layers, and no key describes a single edge between them."""
         if self.spec.is_custom:  # the times of its layers are not known
             return False
@@ -312,8 +312,8 @@ class PlanLayouts:
 
     def _limits(self, vpp: int, size: int) -> list[int | None]:
         """The memory limits of schedules: the given one; without it, the plan's own maximum, and none."""
-        is_recut = vpp * self.spec.topology.pp != self.spec.num_stages
-        if size != self.spec.schedule.micro_batch_size or (is_recut and vpp > _MAX_OPTIMAL_CHUNKS):
+        is_repartitioned = vpp * self.spec.topology.pp != self.spec.num_stages
+        if size != self.spec.schedule.micro_batch_size or (is_repartitioned and vpp > _MAX_OPTIMAL_CHUNKS):
             return []
         one = self._largest_activation(vpp, size)
         if self._room is not None:

@@ -14,7 +14,7 @@ from math import lcm
 from operator import add
 
 from pipeproof.analysis.tune.critical_path import CriticalPath, critical_path
-from pipeproof.analysis.tune.recut import num_blocks
+from pipeproof.analysis.tune.repartition import num_blocks
 from pipeproof.comm.generated_schedule import stage_costs
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.problems import grouped

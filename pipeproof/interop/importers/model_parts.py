@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.plan_builder import PlanBuilder, count
 from pipeproof.specs.model import ModelSpec
 
 _GPT = {"norm": "layer", "positions": "learned", "biases": "all"}
@@ -90,27 +90,27 @@ def type_of_parts(model: ModelSpec) -> str:
     return "deepseek_v3" if model.mla is not None else "llama"
 
 
-def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
+def take_parts(plan: PlanBuilder, values: Mapping[str, tuple[Any, Location | None]]) -> None:
     """Set the parts that a configuration's type and switches name; the sizes are set before."""
     kind, location = values.get("model_type", ("", None))
-    take_parts_of_type(draft, str(kind), f"model_type {kind}", location)
+    take_parts_of_type(plan, str(kind), f"model_type {kind}", location)
     if kind in _TIED and "tie_word_embeddings" not in values:
-        draft.set(("model", "tied_embedding"), value=True, setting=f"model_type {kind}", location=location)
-    if kind == "gpt2" and ("model", "hidden_size") in draft:
-        draft.set(("model", "ffn_size"), 4 * count(draft, "model", "hidden_size"), f"model_type {kind}", location)
+        plan.set(("model", "tied_embedding"), value=True, setting=f"model_type {kind}", location=location)
+    if kind == "gpt2" and ("model", "hidden_size") in plan:
+        plan.set(("model", "ffn_size"), 4 * count(plan, "model", "hidden_size"), f"model_type {kind}", location)
     if kind in ("gpt", "gpt2", "starcoder2"):
         name = "activation_function" if "activation_function" in values else "hidden_act"
-        _take_activation(draft, str(kind), name, *values.get(name, ("gelu_new", location)))
+        _take_activation(plan, str(kind), name, *values.get(name, ("gelu_new", location)))
     dense, location = values.get("mlp_only_layers", (None, None))
     if dense and isinstance(dense, list) and dense == list(range(len(dense))):
-        draft.set(("model", "moe", "dense_layers"), len(dense), "mlp_only_layers", location)
+        plan.set(("model", "moe", "dense_layers"), len(dense), "mlp_only_layers", location)
     elif dense:
-        draft.ignore("mlp_only_layers", "all blocks after the first few have experts here", location)
-    _take_switches(draft, str(kind), {name: location for name, (value, location) in values.items() if value is True})
-    _name_other_positions(draft, values)
+        plan.ignore("mlp_only_layers", "all blocks after the first few have experts here", location)
+    _take_switches(plan, str(kind), {name: location for name, (value, location) in values.items() if value is True})
+    _name_other_positions(plan, values)
 
 
-def _name_other_positions(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
+def _name_other_positions(plan: PlanBuilder, values: Mapping[str, tuple[Any, Location | None]]) -> None:
     """List the positions, the window and the order of blocks that a plan does not have; no size depends on them."""
     settings = {name: value for name, (value, _) in values.items()}
     scalings = {
@@ -120,7 +120,7 @@ def _name_other_positions(draft: Draft, values: Mapping[str, tuple[Any, Location
     every = [settings, *(one for each in kinds.values() for one in each)]
     window, length = settings.get("sliding_window"), settings.get("max_position_embeddings")
     is_whole = not window or settings.get("use_sliding_window") is False
-    last = (None, -1, count(draft, "model", "num_layers") - 1)
+    last = (None, -1, count(plan, "model", "num_layers") - 1)
     reasons = {
         name: "positions are not scaled here"
         for name, each in kinds.items()
@@ -137,36 +137,36 @@ def _name_other_positions(draft: Draft, values: Mapping[str, tuple[Any, Location
     if settings.get("moe_layer_end_index") not in last:
         reasons["moe_layer_end_index"] = "the last block has experts here"
     for name, why in reasons.items():
-        draft.ignore(name, f"{why}; this changes no size", values.get(name, (None, None))[1])
+        plan.ignore(name, f"{why}; this changes no size", values.get(name, (None, None))[1])
 
 
-def take_parts_of_type(draft: Draft, kind: str, setting: str, location: Location | None) -> None:
+def take_parts_of_type(plan: PlanBuilder, kind: str, setting: str, location: Location | None) -> None:
     """Set the parts that a ``setting`` with the type of the model implies."""
     for key, value in _PARTS.get(kind, {}).items():
-        draft.set(("model", key), value, setting, location)
+        plan.set(("model", key), value, setting, location)
 
 
-def _take_activation(draft: Draft, kind: str, name: str, activation: object, location: Location | None) -> None:
+def _take_activation(plan: PlanBuilder, kind: str, name: str, activation: object, location: Location | None) -> None:
     exact = activation == "gelu" and kind != "gpt"  # PaddleNLP's `gelu` is the approximation
-    draft.set(("model", "mlp"), "gelu" if exact else "gelu_tanh", name, location)
+    plan.set(("model", "mlp"), "gelu" if exact else "gelu_tanh", name, location)
     if activation != "gelu" and str(activation) not in _TANH:
-        draft.ignore(name, f"MLPs without a gate have GELU here, and not {activation}", location)
+        plan.ignore(name, f"MLPs without a gate have GELU here, and not {activation}", location)
 
 
-def _take_switches(draft: Draft, kind: str, switches: Mapping[str, Location | None]) -> None:
-    is_latent = ("model", "mla") in draft
+def _take_switches(plan: PlanBuilder, kind: str, switches: Mapping[str, Location | None]) -> None:
+    is_latent = ("model", "mla") in plan
     if "use_qk_norm" in switches and is_latent:
-        draft.ignore("use_qk_norm", "latent attention has norms of its own", switches["use_qk_norm"])
+        plan.ignore("use_qk_norm", "latent attention has norms of its own", switches["use_qk_norm"])
     elif "use_qk_norm" in switches:
-        draft.set(("model", "qk_norm"), value=True, setting="use_qk_norm", location=switches["use_qk_norm"])
+        plan.set(("model", "qk_norm"), value=True, setting="use_qk_norm", location=switches["use_qk_norm"])
     name = next((name for name in ("use_bias", "attention_bias", "use_qkv_bias", "mlp_bias") if name in switches), "")
     biases: str | None = "all" if name == "use_bias" or {"attention_bias", "mlp_bias"} <= switches.keys() else "qkv"
     if is_latent or name == "mlp_bias":
         biases = None
-    elif ("model", "moe") in draft:
+    elif ("model", "moe") in plan:
         biases = "qkv"
     if name and biases is not None:
-        draft.set(("model", "biases"), biases, name, switches[name])
+        plan.set(("model", "biases"), biases, name, switches[name])
     if name and biases != "all" and name != "use_qkv_bias" and kind != "glm4_moe":
         described = "only queries, keys and values" if biases == "qkv" else "none"
-        draft.ignore(name, f"biases that can be described here: {described}", switches[name])
+        plan.ignore(name, f"biases that can be described here: {described}", switches[name])

@@ -11,9 +11,9 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value
 from pipeproof.diagnostics.source import SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.model_parts import PART_NAMES, take_parts
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.specs.compressed_attention import YarnSpec
 
 MODEL_NAMES: Mapping[str, KeyPath] = MappingProxyType(
@@ -57,14 +57,14 @@ CONFIG_NAMES = (*MODEL_NAMES, *PART_NAMES)
 _LATENT = ("num_kv_heads", "head_size")
 
 
-def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
+def take_model(plan: PlanBuilder, values: Mapping[str, tuple[Any, Location | None]]) -> None:
     """Set the sizes and parts that a model configuration names; null and zero are left out.
 
     Raises:
         PlanFileError: PP170, a size is not an integer.
     """
     if values.get("model_type", ("", None))[0] == "deepseek_v4":
-        _take_deepseek_v4(draft, values)
+        _take_deepseek_v4(plan, values)
         return
     named = {name: values[name] for name in MODEL_NAMES if name in values and values[name][0] not in (None, "")}
     latent = "kv_lora_rank" in named
@@ -74,16 +74,16 @@ def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
             continue
         expected_type = bool if name == "tie_word_embeddings" else int
         if isinstance(value, list):
-            draft.ignore(name, "a list with one number for each kind of layer; a plan has one number for all", location)
+            plan.ignore(name, "a list with one number for each kind of layer; a plan has one number for all", location)
             continue
         if type(value) is not expected_type:
             message = f"`{name}` must be {'true or false' if expected_type is bool else 'an integer'}, found "
             raise unreadable(message + describe_value(value), location)
-        draft.set(("model", *path), value, name, location)
-    take_parts(draft, values)
+        plan.set(("model", *path), value, name, location)
+    take_parts(plan, values)
 
 
-def read_model_config(draft: Draft, file: Path) -> None:
+def read_model_config(plan: PlanBuilder, file: Path) -> None:
     """Set the sizes of a ``config.json``; for a multimodal model, of its text part.
 
     Raises:
@@ -93,7 +93,7 @@ def read_model_config(draft: Draft, file: Path) -> None:
     text = data.get("text_config")
     below: KeyPath = ("text_config",) if isinstance(text, dict) else ()
     sizes = text if isinstance(text, dict) else data
-    take_model(draft, {name: (value, source.locate((*below, name))) for name, value in sizes.items()})
+    take_model(plan, {name: (value, source.locate((*below, name))) for name, value in sizes.items()})
 
 
 def read_mapping(name: str, prefix: str = "") -> tuple[dict[str, Any], SourceMap]:
@@ -112,15 +112,15 @@ def read_mapping(name: str, prefix: str = "") -> tuple[dict[str, Any], SourceMap
     raise unreadable(prefix + message, location, source=tree.source)
 
 
-def assume_model(draft: Draft, num_stages: int) -> None:
+def assume_model(plan: PlanBuilder, num_stages: int) -> None:
     """Read the model configuration, if given, and assume small sizes that fill the stages and divide."""
-    if draft.flags.model_config is not None:
-        read_model_config(draft, draft.flags.model_config)
+    if plan.flags.model_config is not None:
+        read_model_config(plan, plan.flags.model_config)
     why = "not in the files (`--model-config`); small, and divides over the ranks"
-    tp, cp, ep = (draft.number("topology", axis, default=1) for axis in ("tp", "cp", "ep"))
-    num_empty = sum(draft.number("model", "empty_layers", end, default=0) for end in ("head", "tail"))
-    heads = draft.number("model", "num_heads", default=4 if 4 % tp == 0 else tp)
-    draft.set(("model", "kind"), "gpt", "the family of the model")
+    tp, cp, ep = (plan.number("topology", axis, default=1) for axis in ("tp", "cp", "ep"))
+    num_empty = sum(plan.number("model", "empty_layers", end, default=0) for end in ("head", "tail"))
+    heads = plan.number("model", "num_heads", default=4 if 4 % tp == 0 else tp)
+    plan.set(("model", "kind"), "gpt", "the family of the model")
     assumed: list[tuple[KeyPath, object]] = [
         (("num_layers",), _num_layers(num_stages, num_empty)),
         (("num_heads",), heads),
@@ -130,13 +130,13 @@ def assume_model(draft: Draft, num_stages: int) -> None:
         (("seq_length",), 128 * tp * cp),
     ]
     experts = [(("moe", "num_experts"), 2 * ep), (("moe", "top_k"), 2), (("moe", "ffn_size"), 32 * tp)]
-    if ep > 1 or ("model", "moe") in draft:
+    if ep > 1 or ("model", "moe") in plan:
         assumed += experts
-    if ("model", "mla") in draft:
+    if ("model", "mla") in plan:
         rank = (("kv_rank", 64), ("nope_head_size", 32), ("rope_head_size", 16), ("value_head_size", 32))
         assumed += [(("mla", key), value) for key, value in rank]
     for path, value in assumed:
-        draft.assume(("model", *path), value, why)
+        plan.assume(("model", *path), value, why)
 
 
 def _num_layers(num_stages: int, num_empty: int) -> int:
@@ -182,7 +182,7 @@ _V4_NOT_OF_PADDLE = {
 """Switches of PaddleFormers that a plan does not have, and the reason; switched off, they change nothing."""
 
 
-def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
+def _take_deepseek_v4(plan: PlanBuilder, values: _Values) -> None:
     """Set the model; null is left out."""
     from pipeproof.state.names.deepseek_v4 import SETTINGS
 
@@ -190,21 +190,21 @@ def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
     values = {_V4_NAMES_OF_PADDLE.get(name, name): value for name, value in values.items()} | dict(values)
     for name, why in _V4_NOT_OF_PADDLE.items():
         if values.get(name, (None, None))[0]:
-            draft.ignore(name, why, values[name][1])
+            plan.ignore(name, why, values[name][1])
     settings = {name: value for name, value in values.items() if value[0] is not None} | _of_other_names(values)
     for name, path in ({name: MODEL_NAMES[name] for name in _V4_SIZES} | dict(SETTINGS)).items():
         value, location = settings.get(name, (None, None))
         if name in settings and not (name == "num_nextn_predict_layers" and value == 0):
-            draft.set(("model", *path), float(value) if name in _V4_FLOATS else value, name, location)
+            plan.set(("model", *path), float(value) if name in _V4_FLOATS else value, name, location)
     for path, formula in _V4_FORMULAS.items():
-        draft.set(("model", *path), formula, "model_type deepseek_v4", of_type)
+        plan.set(("model", *path), formula, "model_type deepseek_v4", of_type)
     if "moe_intermediate_size" in settings:  # no block has this MLP
         size, location = settings["moe_intermediate_size"]
-        draft.set(("model", "ffn_size"), size, "moe_intermediate_size", location)
-    if ("model", "mtp") in draft:
+        plan.set(("model", "ffn_size"), size, "moe_intermediate_size", location)
+    if ("model", "mtp") in plan:
         why = "model_type deepseek_v4: the tokens of modules do not cross next to several streams"
-        draft.set(("model", "mtp", "magic_send"), value=True, setting=why, location=of_type)
-        draft.set(("model", "mtp", "reads"), "streams", "model_type deepseek_v4", of_type)
+        plan.set(("model", "mtp", "magic_send"), value=True, setting=why, location=of_type)
+        plan.set(("model", "mtp", "reads"), "streams", "model_type deepseek_v4", of_type)
     if "rotary_scaling_factor" in settings and "rope_scaling" not in settings:  # PaddleFormers has no section
         factor, location = settings["rotary_scaling_factor"]
         kinds = (settings.get(name, (None, None))[0] for name in ("rope_type", "original_max_position_embeddings"))
@@ -213,10 +213,10 @@ def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
     for name in ("rope_scaling", "rope_parameters"):
         scaling, location = settings.get(name, ({}, None))
         if isinstance(scaling, dict):
-            _take_scaling(draft, name, scaling.get("compress", scaling), location)
+            _take_scaling(plan, name, scaling.get("compress", scaling), location)
 
 
-def _take_scaling(draft: Draft, name: str, scaling: Mapping[str, Any], location: Location | None) -> None:
+def _take_scaling(plan: PlanBuilder, name: str, scaling: Mapping[str, Any], location: Location | None) -> None:
     """YaRN without a factor of cosines and sines; another scaling is ignored, with the reason."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -224,12 +224,12 @@ def _take_scaling(draft: Draft, name: str, scaling: Mapping[str, Any], location:
     factors = (scaling.get(key, 1.0) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if kind != "yarn" or any(factor not in {1.0, None} for factor in factors) or not scaling.get("truncate", True):
         why = "positions are scaled by `yarn` alone, truncated and with attention_factor 1; this changes no size"
-        draft.ignore(name, why, location)
+        plan.ignore(name, why, location)
         return
     for key in YarnSpec.model_fields:
         if scaling.get(key) is not None:
             value = scaling[key] if key == "original_max_position_embeddings" else float(scaling[key])
-            draft.set(("model", "compressed_attention", "rope_scaling", key), value, name, location)
+            plan.set(("model", "compressed_attention", "rope_scaling", key), value, name, location)
 
 
 def _of_other_names(values: _Values) -> dict[str, tuple[Any, Location | None]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import LINE_BREAK, read_text
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import assume_model
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.schedule.formats.csv_file import looks_like_csv
 from pipeproof.schedule.formats.read_schedule import load_schedule_file
 from pipeproof.schedule.formats.schedule_size_checks import Expected
@@ -29,15 +29,15 @@ def import_schedule(files: Sequence[Path], flags: Flags) -> Imported:
     ops = [row.op for rows in foreign.rows for row in rows if row.op.kind in COMPUTE_KINDS]
     num_ranks = len(foreign.rows)
     num_stages = max(op.stage for op in ops) + 1
-    draft, location = Draft("schedule", flags), Location(name)
-    draft.set(("topology", "pp"), num_ranks, f"{num_ranks} rows", location)
-    draft.set(("schedule", "kind"), "file", name, location)
-    draft.set(("schedule", "path"), str(file.resolve()), name, location)
-    draft.set(("schedule", "num_micro_batches"), max(op.micro_batch or 0 for op in ops) + 1, name, location)
-    draft.assume(("schedule", "micro_batch_size"), 1, "not in a schedule")
-    draft.set(("schedule", "num_chunks"), max(num_stages // num_ranks, 1), name, location)
+    plan, location = PlanBuilder("schedule", flags), Location(name)
+    plan.set(("topology", "pp"), num_ranks, f"{num_ranks} rows", location)
+    plan.set(("schedule", "kind"), "file", name, location)
+    plan.set(("schedule", "path"), str(file.resolve()), name, location)
+    plan.set(("schedule", "num_micro_batches"), max(op.micro_batch or 0 for op in ops) + 1, name, location)
+    plan.assume(("schedule", "micro_batch_size"), 1, "not in a schedule")
+    plan.set(("schedule", "num_chunks"), max(num_stages // num_ranks, 1), name, location)
     if looks_like_csv(text):
-        draft.set(("run", "backend"), "torch", "a schedule of PyTorch")
-        draft.set(("run", "device"), "gpu", "a schedule of PyTorch")
-    assume_model(draft, num_stages)
-    return draft.imported(name, tuple(LINE_BREAK.split(text)))
+        plan.set(("run", "backend"), "torch", "a schedule of PyTorch")
+        plan.set(("run", "device"), "gpu", "a schedule of PyTorch")
+    assume_model(plan, num_stages)
+    return plan.imported(name, tuple(LINE_BREAK.split(text)))

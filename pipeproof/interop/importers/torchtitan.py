@@ -18,12 +18,12 @@ from typing import Any, Final, TypeVar
 from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, describe_value, listed, nearest_name
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop.importers.draft import MAX_LAYERS, MAX_NUMBER, Draft, count, misspelt, stages_of
 from pipeproof.interop.importers.import_codes import REFUSED, UNDECIDED, UNREADABLE, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import assume_model
 from pipeproof.interop.importers.names import other_parts
+from pipeproof.interop.importers.plan_builder import MAX_LAYERS, MAX_NUMBER, PlanBuilder, count, misspelt, stages_of
 from pipeproof.interop.importers.tree import Placed, Tree, Unknown, read_toml
 
 _SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
@@ -95,19 +95,19 @@ def import_sections(tree: Tree, flags: Flags) -> Imported:
     Raises:
         PlanFileError: PP170 if a value cannot be read, PP171 if torchtitan refuses the settings.
     """
-    job = _Job(tree, Draft("torchtitan", flags))
+    job = _Job(tree, PlanBuilder("torchtitan", flags))
     job.read()
-    return job.draft.imported(tree.source.file, tree.source.lines)
+    return job.plan.imported(tree.source.file, tree.source.lines)
 
 
 _Default = TypeVar("_Default", int, None, int | None)
 
 
 class _Job:
-    """The values of a configuration, and the draft of a plan that they set."""
+    """The values of a configuration, and the builder of the plan that they set."""
 
-    def __init__(self, tree: Tree, draft: Draft) -> None:
-        self.tree, self.draft = tree, draft
+    def __init__(self, tree: Tree, plan: PlanBuilder) -> None:
+        self.tree, self.plan = tree, plan
 
     def placed(self, *path: str) -> Placed | None:
         """Return a value; None without one, or for null.
@@ -149,7 +149,7 @@ class _Job:
     def take(self, path: tuple[str, ...], key: KeyPath, value: object) -> None:
         """Set a plan key from the value at a path, or from its default."""
         placed = self.placed(*path)
-        self.draft.set(key, value, ".".join(path), None if placed is None else placed.location)
+        self.plan.set(key, value, ".".join(path), None if placed is None else placed.location)
 
     def refused(self, message: str, *path: str, help: str | None = None, code: RuleDoc = UNREADABLE) -> PlanFileError:
         """Return the error for a value."""
@@ -204,8 +204,8 @@ class _Job:
         self.take(self._path(name), key, value)
 
     def _degree(self, name: str, axis: str) -> int:
-        if ("topology", axis) in self.draft:
-            return count(self.draft, "topology", axis)
+        if ("topology", axis) in self.plan:
+            return count(self.plan, "topology", axis)
         path = self._path(name)
         value = self.number(*path, default=1)
         if self.placed(*path) is not None:
@@ -214,13 +214,13 @@ class _Job:
 
     def _data_parallel(self, pp: int, tp: int, ep: int) -> None:
         """Set ``dp``: replicas times shards; ep is a part of the shards there, and a separate axis here."""
-        draft, cp = self.draft, count(self.draft, "topology", "cp")
+        plan, cp = self.plan, count(self.plan, "topology", "cp")
         path = self._path("data_parallel_shard_degree")
         shard = self.number(*path, default=-1, at_least=-1)
         replicas = self.number(*self._path("data_parallel_replicate_degree"), default=1)
-        world = draft.flags.world_size
+        world = plan.flags.world_size
         if shard == -1 and world is None:
-            draft.assume(
+            plan.assume(
                 ("topology", "dp"), 1, "all other processes are data parallel: `--world-size` gives their number"
             )
             return
@@ -238,9 +238,9 @@ class _Job:
         self.take(path, ("topology", "dp"), shard * replicas // ep)
         if shard > 1:
             if replicas == 1:
-                draft.set(("memory", "shard_optimizer"), "dp", "data_parallel_shard_degree", self.location(*path))
+                plan.set(("memory", "shard_optimizer"), "dp", "data_parallel_shard_degree", self.location(*path))
             why = "parameters and gradients are whole on each rank here"
-            draft.ignore("data_parallel_shard_degree", why, self.location(*path))
+            plan.ignore("data_parallel_shard_degree", why, self.location(*path))
 
     def _schedule(self, pp: int) -> tuple[int, bool]:
         """Set ``schedule.kind``, and return the stages of a rank and True if a file gives the order."""
@@ -265,8 +265,8 @@ class _Job:
         parts, per_stage = self._parts(), self._path("pipeline_parallel_layers_per_stage")
         if pp > 1 and parts:
             chunks = max(len(parts) // pp, 1)
-        elif pp > 1 and self.placed(*per_stage) is not None and ("model", "num_layers") in self.draft:
-            layers = count(self.draft, "model", "num_layers") + sum(self._weights())
+        elif pp > 1 and self.placed(*per_stage) is not None and ("model", "num_layers") in self.plan:
+            layers = count(self.plan, "model", "num_layers") + sum(self._weights())
             chunks = max(-(-layers // self.number(*per_stage, default=1)) // pp, 1)
         if chunks > 1:
             self._take(name, ("schedule", "num_chunks"), chunks)
@@ -283,13 +283,13 @@ class _Job:
             if self.placed(*path) is not None:
                 self.take(path, ("model", key), self.number(*path, default=1))
         kind = str(self.value("model", "name", default=""))
-        take_parts_of_type(self.draft, kind, "name", self.location("model", "name"))
+        take_parts_of_type(self.plan, kind, "name", self.location("model", "name"))
         self._find_other_parts(kind)
-        if self.draft.flags.model_config is None and count(self.draft, "topology", "pp") > 1:
+        if self.plan.flags.model_config is None and count(self.plan, "topology", "pp") > 1:
             blocks = {module for part in self._parts() for module in self._named(part) if module.startswith("layer.")}
             if blocks:
                 self._take(_MODULES, ("model", "num_layers"), len(blocks))
-        assume_model(self.draft, num_stages)
+        assume_model(self.plan, num_stages)
 
     def _find_other_parts(self, kind: str) -> None:
         """Find PP177: the name of the model, or a section, names parts that a plan does not have."""
@@ -304,7 +304,7 @@ class _Job:
 
     def _leave_open(self, path: tuple[str, ...], message: str) -> None:
         fix = "if it changes neither order, cut nor blocks, `--ignore PP177` gives the verdict without it"
-        self.draft.find(UNDECIDED.finding(message, self.location(*path), fix))
+        self.plan.find(UNDECIDED.finding(message, self.location(*path), fix))
 
     def _parts(self) -> Sequence[Any]:
         """Return the modules of all stages, where they are listed."""
@@ -318,7 +318,7 @@ class _Job:
         if parts:
             self._take(_MODULES, ("stages",), [self._named(part) for part in parts])
             return
-        num_layers = count(self.draft, "model", "num_layers")
+        num_layers = count(self.plan, "model", "num_layers")
         if num_layers > MAX_LAYERS or num_stages > MAX_LAYERS:
             message = f"{num_layers} layers in {num_stages} stages are more than a plan can have"
             raise self.refused(message, *self._path("pipeline_parallel_degree"))
@@ -354,7 +354,7 @@ class _Job:
 
     def _batches(self) -> None:
         """Set the micro-batches of a step's local batch; a larger global batch repeats the whole schedule."""
-        draft = self.draft
+        plan = self.plan
         if self.placed("training", TOKENS) is not None:
             self._batches_of_tokens()
             return
@@ -367,10 +367,10 @@ class _Job:
         self._take(name, ("schedule", "micro_batch_size"), size)
         if self.placed(*local) is not None:
             self.take(local, ("schedule", "num_micro_batches"), total // size)
-        draft.assume(("schedule", "num_micro_batches"), total // size, "torchtitan's own local_batch_size is 8")
+        plan.assume(("schedule", "num_micro_batches"), total // size, "torchtitan's own local_batch_size is 8")
         if self.placed("training", "global_batch_size") is not None:
             why = "one run of the schedule is checked, which accumulation repeats"
-            draft.ignore("global_batch_size", why, self.location("training", "global_batch_size"))
+            plan.ignore("global_batch_size", why, self.location("training", "global_batch_size"))
 
     def _local(self) -> tuple[str, str]:
         has_name = self.placed("training", "local_batch_size") is not None
@@ -389,7 +389,7 @@ class _Job:
 
     def _require_micro_batches(self, num_stages: int) -> None:
         """Refuse fewer micro-batches than stages, as ``PipelineScheduleSingle``; schedule files may have fewer."""
-        num_micro_batches = count(self.draft, "schedule", "num_micro_batches")
+        num_micro_batches = count(self.plan, "schedule", "num_micro_batches")
         if num_micro_batches < num_stages:
             path = self._local()
             fix = f"raise `{path[1]}`, or lower `pipeline_parallel_microbatch_size`"
@@ -402,11 +402,11 @@ class _Job:
             )  # fmt: skip
 
     def _rest(self) -> None:
-        draft = self.draft
-        draft.set(("run", "backend"), "torch", "a job of torchtitan")
-        draft.set(("run", "device"), "gpu", "a job of torchtitan")
-        draft.set(("run", "dtype"), "bfloat16", "torchtitan's mixed precision")
-        draft.set(("run", "main_grad_dtype"), "float32", "torchtitan's mixed precision")
+        plan = self.plan
+        plan.set(("run", "backend"), "torch", "a job of torchtitan")
+        plan.set(("run", "device"), "gpu", "a job of torchtitan")
+        plan.set(("run", "dtype"), "bfloat16", "torchtitan's mixed precision")
+        plan.set(("run", "main_grad_dtype"), "float32", "torchtitan's mixed precision")
         norm = self.value("training", "max_norm", default=1.0)
         if isinstance(norm, int | float) and norm > 0:
             self.take(("training", "max_norm"), ("run", "clip_norm"), float(norm))
@@ -419,4 +419,4 @@ class _Job:
             self.take(path, ("memory", "recompute"), mode)
         unknown = [name for name in self.tree.names("parallelism") if name not in _KEYS["parallelism"]]
         if unknown:
-            draft.ignore(", ".join(unknown), "not known here", self.location("parallelism", unknown[0]))
+            plan.ignore(", ".join(unknown), "not known here", self.location("parallelism", unknown[0]))

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import read_model_config
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.names.convention_maps import map_from_own_names
 from pipeproof.state.names.part_tables import config_of
@@ -50,12 +50,12 @@ def test_the_importers_read_the_models_sizes_out_of_it(tmp_path, kind, conventio
     ]
     assert config["pad_token_id"] is None  # PaddleFormers' Llama takes 0 where it is left out: no embedding for id 0
     (tmp_path / "config.json").write_text(json.dumps(config))
-    draft = Draft("model config", Flags())
-    read_model_config(draft, tmp_path / "config.json")
-    assert not draft.imported("", ()).ignored
+    plan = PlanBuilder("model config", Flags())
+    read_model_config(plan, tmp_path / "config.json")
+    assert not plan.imported("", ()).ignored
     for key in SIZES:
-        assert draft.get("model", key, default=False) == getattr(model, key), key
-    assert draft.get("model", "ffn_size") == (model.moe.ffn_size if "Mixtral" in kind else model.ffn_size)
+        assert plan.get("model", key, default=False) == getattr(model, key), key
+    assert plan.get("model", "ffn_size") == (model.moe.ffn_size if "Mixtral" in kind else model.ffn_size)
     for section, keys in {
         "moe": ("num_experts", "top_k", "num_shared_experts", "dense_layers"),
         "mla": ("q_rank", "kv_rank", "nope_head_size", "rope_head_size", "value_head_size"),
@@ -63,12 +63,12 @@ def test_the_importers_read_the_models_sizes_out_of_it(tmp_path, kind, conventio
     }.items():
         part = getattr(model, section)
         for key in keys if part is not None else ():
-            assert draft.get("model", section, key) == (getattr(part, key) or None), key
+            assert plan.get("model", section, key) == (getattr(part, key) or None), key
     if model.mla is None:
-        assert draft.get("model", "num_kv_heads", default=model.num_heads) == model.kv_heads
-        assert draft.get("model", "head_size", default=model.hidden_size // model.num_heads) == model.size_of_head
+        assert plan.get("model", "num_kv_heads", default=model.num_heads) == model.kv_heads
+        assert plan.get("model", "head_size", default=model.hidden_size // model.num_heads) == model.size_of_head
     for key in ("norm", "qk_norm", "positions", "mlp", "biases"):
-        assert draft.get("model", key, default=ModelSpec.model_fields[key].default) == getattr(model, key), key
+        assert plan.get("model", key, default=ModelSpec.model_fields[key].default) == getattr(model, key), key
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if "GPT-2" not in kind])

@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import read_model_config
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.stages.describe.synthetic import hash_tables
 from pipeproof.state.names.part_tables import config_of
 from tests.state.names.models import DEEPSEEK_V4, plan_of
@@ -201,19 +201,19 @@ def test_the_importer_reads_the_configuration_back_and_transformers_rotates_as_m
     config = config_of(model, "float64")
     assert int(config["head_dim"] * config["partial_rotary_factor"]) == rope
     (tmp_path / "config.json").write_text(json.dumps(config))
-    draft = Draft("model config", Flags())
-    read_model_config(draft, tmp_path / "config.json")
-    assert not draft.imported("", ()).ignored
+    plan = PlanBuilder("model config", Flags())
+    read_model_config(plan, tmp_path / "config.json")
+    assert not plan.imported("", ()).ignored
     for key in ("num_layers", "hidden_size", "num_heads", "head_size", "vocab_size", "ffn_size", "swiglu_limit",
                 "swiglu_formula"):  # fmt: skip
-        assert draft.get("model", key) == getattr(model, key), key
+        assert plan.get("model", key) == getattr(model, key), key
     spec = model.compressed_attention.model_dump(mode="json", exclude={"rope_scaling"})
-    assert {key: draft.get("model", "compressed_attention", "rope_scaling", key) for key in yarn} == yarn
+    assert {key: plan.get("model", "compressed_attention", "rope_scaling", key) for key in yarn} == yarn
     for key, value in spec.items():
         expected = [model.compressed_attention.type_of(n) for n in range(4)] if key == "layer_types" else value
-        assert draft.get("model", "compressed_attention", key) == expected, key
+        assert plan.get("model", "compressed_attention", key) == expected, key
     for key in ("num_experts", "top_k", "ffn_size", "num_shared_experts", "score", "routed_scale", "hash_layers"):
-        assert draft.get("model", "moe", key) == getattr(model.moe, key), key
+        assert plan.get("model", "moe", key) == getattr(model.moe, key), key
     for key, value in model.hyper_connections.model_dump().items():
-        assert draft.get("model", "hyper_connections", key) == value, key
-    assert ("model", "mtp") not in draft
+        assert plan.get("model", "hyper_connections", key) == value, key
+    assert ("model", "mtp") not in plan

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.interop.importers.draft import count, misspelt
 from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import IgnoredSetting
 from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader, Setting, is_off
@@ -26,6 +25,7 @@ from pipeproof.interop.importers.megatron.flags import (
     concerns_parallelism,
 )
 from pipeproof.interop.importers.names import plain
+from pipeproof.interop.importers.plan_builder import count, misspelt
 from pipeproof.interop.importers.tools.tool import Tool
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -73,7 +73,7 @@ def check_counts(reader: FlagReader) -> None:
         has_list = name in SEVERAL_VALUES or name.endswith("-path")
         if not has_list and None in setting.values[0 if name in SWITCHES else 1 :]:
             why = f"a word after {name} is {setting.why}: flags in it are not read"
-            reader.draft.ignore("the script", why, setting.location)
+            reader.plan.ignore("the script", why, setting.location)
 
 
 def check_choices(reader: FlagReader) -> None:
@@ -90,15 +90,15 @@ def check_choices(reader: FlagReader) -> None:
 
 
 def check_contradictions(reader: FlagReader) -> None:
-    """Refuse flags that exclude each other, or lack another one. The topology is in the draft.
+    """Refuse flags that exclude each other, or lack another one. The topology is in the plan.
 
     No flag is missing if the file leaves some arguments to a run or to another program.
 
     Raises:
         PlanFileError: PP171.
     """
-    has, is_sharded = reader.has, bool(reader.draft.get("topology", "sequence_parallel"))
-    tp, cp = (count(reader.draft, "topology", axis) for axis in ("tp", "cp"))
+    has, is_sharded = reader.has, bool(reader.plan.get("topology", "sequence_parallel"))
+    tp, cp = (count(reader.plan, "topology", axis) for axis in ("tp", "cp"))
     length = reader.number("--seq-length")
     selective = _ACTIVATIONS if has(_ACTIVATIONS) else f"{_GRANULARITY} selective"
     is_selective = has(_ACTIVATIONS) or reader.text(_GRANULARITY) == "selective"
@@ -202,19 +202,19 @@ def _is_default(key: str, setting: Setting) -> bool:
 
 def note_others(reader: FlagReader, tool: Tool, undecided: frozenset[str]) -> None:
     """List the known names that a plan does not show; names with a term of parallelism one by one."""
-    draft, others, harmless = reader.draft, [], (WITHOUT_BEARING, tool.without)
+    plan, others, harmless = reader.plan, [], (WITHOUT_BEARING, tool.without)
     for name, setting in reader.arguments.flags.items():
         if name in NOT_SHOWN:
-            draft.ignore(name, NOT_SHOWN[name], setting.location)
+            plan.ignore(name, NOT_SHOWN[name], setting.location)
         elif name in FLAGS or name in undecided or any(one.fullmatch(plain(name)) for one in harmless):
             continue
         elif concerns_parallelism(plain(name)) and not _is_default(plain(name), setting):
-            draft.ignore(name, "the plan does not show it", setting.location)
+            plan.ignore(name, "the plan does not show it", setting.location)
         else:
             others.append(setting)
     if others:
         names = ", ".join(setting.name for setting in others[:_MOST_NAMED]) + (", .." if others[_MOST_NAMED:] else "")
         why = f"{len(others)}, without a term of parallelism in their names, are not read ({names})"
-        draft.ignore("other flags", why, others[0].location)
+        plan.ignore("other flags", why, others[0].location)
     for note, location in reader.arguments.notes:
-        draft.ignore("the script", note, location)
+        plan.ignore("the script", note, location)

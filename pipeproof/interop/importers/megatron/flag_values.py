@@ -12,11 +12,11 @@ from typing import NoReturn
 from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, dotted
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
-from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE, unreadable
 from pipeproof.interop.importers.imported import IgnoredSetting
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, PLAN_KEYS, concerns_parallelism
 from pipeproof.interop.importers.megatron.launch_script import BLOCKS, READ, Argument, Script, ScriptError, read_script
+from pipeproof.interop.importers.plan_builder import PlanBuilder, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +235,11 @@ MAX_RANKS = 2**16
 
 
 class FlagReader:
-    """Typed access to the flags of a script, for the draft of its plan."""
+    """Typed access to the flags of a script, for the builder of its plan."""
 
-    def __init__(self, arguments: Arguments, draft: Draft) -> None:
+    def __init__(self, arguments: Arguments, plan: PlanBuilder) -> None:
         self.arguments = arguments
-        self.draft = draft
+        self.plan = plan
 
     def has(self, flag: str) -> bool:
         """Return True if the flag is in the script."""
@@ -326,8 +326,8 @@ class FlagReader:
             PlanFileError: PP170, it is not an integer, or only a run determines it.
         """
         key = PLAN_KEYS[flag]
-        if key in self.draft:
-            return count(self.draft, *map(str, key))
+        if key in self.plan:
+            return count(self.plan, *map(str, key))
         setting = self.setting(flag)
         if setting is not None and setting.values and setting.value is None:
             fix = f"give it with `--set {dotted(key)}=N`"
@@ -343,15 +343,15 @@ class FlagReader:
 
     def take(self, flag: str, key: KeyPath, value: object) -> None:
         """Set a plan value from the flag."""
-        self.draft.set(key, value, self.shown(flag), self.location(flag))
+        self.plan.set(key, value, self.shown(flag), self.location(flag))
 
     def take_for_device(self, flag: str, key: KeyPath, value: object) -> None:
         """Set a plan value from the flag that is used only if times are computed for a device."""
-        self.draft.set_for_device(key, value, self.shown(flag), self.location(flag))
+        self.plan.set_for_device(key, value, self.shown(flag), self.location(flag))
 
     def ignore(self, flag: str, why: str) -> None:
         """Record a flag that the plan does not show, with its value."""
-        self.draft.ignore(self.shown(flag), why, self.location(flag))
+        self.plan.ignore(self.shown(flag), why, self.location(flag))
 
     def refuse(self, message: str, location: Location, help: str | None = None, code: RuleDoc = UNREADABLE) -> NoReturn:
         """End the import.

@@ -7,7 +7,6 @@ from math import gcd, lcm
 from typing import Final
 
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNDECIDED
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.flag_checks import (
@@ -28,6 +27,7 @@ from pipeproof.interop.importers.megatron.memory_flags import (
 )
 from pipeproof.interop.importers.megatron.model_flags import UnknownDepthError, dispatcher_of, import_model
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
+from pipeproof.interop.importers.plan_builder import PlanBuilder, count
 from pipeproof.interop.importers.tools.tool import MEGATRON_LM, Tool
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -45,7 +45,7 @@ def import_arguments(arguments: Arguments, flags: Flags, tool: Tool = MEGATRON_L
             all of them are understood.
     """
     refuse_other_programs(arguments)
-    reader = FlagReader(arguments, Draft("megatron", flags))
+    reader = FlagReader(arguments, PlanBuilder("megatron", flags))
     if not arguments.has_all:
         refuse_misspelt(reader, tool)
     undecided = {setting.name: setting for setting in undecided_names(reader, tool)}
@@ -60,16 +60,16 @@ def import_arguments(arguments: Arguments, flags: Flags, tool: Tool = MEGATRON_L
         message = f"`{first.name}`{more}: {first.why}. Without it: {error.findings[0].message}"
         raise PlanFileError(UNDECIDED.finding(message, first.location), source=error.source) from error
     variant = "--experimental-attention-variant"
-    if ("model", "compressed_attention") in reader.draft and reader.text(variant) == "dsv4_hybrid":
+    if ("model", "compressed_attention") in reader.plan and reader.text(variant) == "dsv4_hybrid":
         undecided.pop(variant, None)
     note_others(reader, tool, frozenset(undecided))
     for setting in undecided.values():
-        reader.draft.find(UNDECIDED.finding(f"`{setting.name}`: {setting.why}", setting.location, _OPEN))
-    return reader.draft.imported(arguments.file, arguments.lines)
+        reader.plan.find(UNDECIDED.finding(f"`{setting.name}`: {setting.why}", setting.location, _OPEN))
+    return reader.plan.imported(arguments.file, arguments.lines)
 
 
 def _import(reader: FlagReader, tool: Tool) -> None:
-    arguments, draft = reader.arguments, reader.draft
+    arguments, plan = reader.arguments, reader.plan
     if not arguments.has_all:
         check_counts(reader)
     check_choices(reader)
@@ -78,7 +78,7 @@ def _import(reader: FlagReader, tool: Tool) -> None:
     check_contradictions(reader)
     import_model(reader, tp=tp, pp=pp)
     num_mtp = _mtp_modules(reader, tool)
-    num_layers = count(draft, "model", "num_layers")
+    num_layers = count(plan, "model", "num_layers")
     num_chunks = import_stages(reader, num_layers=num_layers, num_mtp=num_mtp, pp=pp)
     _import_schedule(reader, pp, num_chunks)
     _check_expert_overlap(reader, pp, num_chunks, num_mtp)
@@ -91,7 +91,7 @@ def _import(reader: FlagReader, tool: Tool) -> None:
 def _import_topology(reader: FlagReader, tp: int) -> None:
     reader.degree(_CP)
     if reader.has(_SP) and tp == 1:
-        reader.draft.ignore(_SP, "Megatron-LM turns it off without tensor parallelism", reader.location(_SP))
+        reader.plan.ignore(_SP, "Megatron-LM turns it off without tensor parallelism", reader.location(_SP))
     elif reader.has(_SP):
         reader.take(_SP, ("topology", "sequence_parallel"), value=True)
     if reader.has("--use-tp-pp-dp-mapping"):
@@ -108,31 +108,31 @@ def _mtp_modules(reader: FlagReader, tool: Tool) -> int:
             reader.ignore("--mtp-loss-scaling-factor", "a loss without weight has one here")
         reader.put("--mtp-loss-scaling-factor", weight or 0.1)
         reader.take(flag, ("model", "mtp", "magic_send"), value=True)
-    number = count(reader.draft, "model", "mtp", "num_modules", default=0)
+    number = count(reader.plan, "model", "mtp", "num_modules", default=0)
     reads = ("model", "mtp", "reads")
     if number and tool.unnormed_modules is None:
-        reader.draft.set(reads, "after_norm", "a training of Megatron-LM", reader.location(flag))
+        reader.plan.set(reads, "after_norm", "a training of Megatron-LM", reader.location(flag))
     elif number:
-        reader.draft.assume(reads, "before_norm", str(tool.unnormed_modules), reader.location(flag))
+        reader.plan.assume(reads, "before_norm", str(tool.unnormed_modules), reader.location(flag))
     return number
 
 
 def _import_schedule(reader: FlagReader, pp: int, num_chunks: int) -> None:
-    draft = reader.draft
+    plan = reader.plan
     if num_chunks > 1:
         overlaps = not reader.has("--no-overlap-p2p-communication")
         if pp < (2 if overlaps else 3):
             least = "2" if overlaps else "3, or overlapped P2P,"
             reader.megatron_refuses(f"{num_chunks} chunks on {pp} pipeline ranks, where it needs {least}", _PP)
-        draft.set(("schedule", "kind"), "interleaved", f"{num_chunks} stages on each pipeline rank")
-        draft.set(("schedule", "variant"), "megatron", "a training of Megatron-LM")
-        draft.set(("schedule", "num_chunks"), num_chunks, "the cut", reader.location(_PP))
+        plan.set(("schedule", "kind"), "interleaved", f"{num_chunks} stages on each pipeline rank")
+        plan.set(("schedule", "variant"), "megatron", "a training of Megatron-LM")
+        plan.set(("schedule", "num_chunks"), num_chunks, "the cut", reader.location(_PP))
         flag = "--microbatch-group-size-per-virtual-pipeline-stage"
         group = reader.number(flag)
         if group is not None:
             reader.put(flag, group)
     else:
-        draft.set(("schedule", "kind"), "1f1b", "one stage on each pipeline rank", reader.location(_PP))
+        plan.set(("schedule", "kind"), "1f1b", "one stage on each pipeline rank", reader.location(_PP))
 
 
 def _check_expert_overlap(reader: FlagReader, pp: int, num_chunks: int, num_mtp: int) -> None:
@@ -161,36 +161,36 @@ def _import_expert_overlap(reader: FlagReader) -> None:
     """Set the overlap of pairs, where the plan has all-to-alls of experts."""
     if not reader.has(_OVERLAP):
         return
-    if count(reader.draft, "topology", "ep") == 1:
-        reader.draft.ignore(_OVERLAP, "the plan has no expert-parallel ranks", reader.location(_OVERLAP))
+    if count(reader.plan, "topology", "ep") == 1:
+        reader.plan.ignore(_OVERLAP, "the plan has no expert-parallel ranks", reader.location(_OVERLAP))
         return
     reader.take(_OVERLAP, ("schedule", "overlap"), "pairs")
     if not reader.has(_DELAYED):
         why = f"weight gradients of a pair have segments of their own, as with {_DELAYED}"
-        reader.draft.ignore(f"no {_DELAYED}", why, reader.location(_OVERLAP))
+        reader.plan.ignore(f"no {_DELAYED}", why, reader.location(_OVERLAP))
 
 
 def _import_gathers(reader: FlagReader) -> None:
     """Set the input that a sharded product keeps for the gradient of its weight: Megatron-LM gathers it again."""
-    if not (reader.has(_SP) and reader.draft.get("topology", "sequence_parallel")):
+    if not (reader.has(_SP) and reader.plan.get("topology", "sequence_parallel")):
         return
-    if reader.draft.get("schedule", "overlap") is not None:
+    if reader.plan.get("schedule", "overlap") is not None:
         why = "pairs keep gathered inputs of products here, where Megatron-LM gathers them again"
-        reader.draft.ignore(f"{_SP} with {_OVERLAP}", why, reader.location(_SP))
+        reader.plan.ignore(f"{_SP} with {_OVERLAP}", why, reader.location(_SP))
         return
     reader.take(_SP, ("memory", "sequence_parallel_activations"), "regather")
 
 
 def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -> int:
     """Return the number of ranks with their own micro-batches (dp and ep here), from the processes; or assumed."""
-    draft = reader.draft
-    ep, cp = reader.given_degree(_EP) or 1, count(draft, "topology", "cp")
+    plan = reader.plan
+    ep, cp = reader.given_degree(_EP) or 1, count(plan, "topology", "cp")
     expert_tp = reader.number(_ETP) or tp
-    if ("topology", "dp") in draft:
-        return count(draft, "topology", "dp") * _expert_parallel(reader, ep, expert_tp, ep, tp)
-    is_set = ("topology", "ep") in draft
+    if ("topology", "dp") in plan:
+        return count(plan, "topology", "dp") * _expert_parallel(reader, ep, expert_tp, ep, tp)
+    is_set = ("topology", "ep") in plan
     fewest = lcm(tp * pp * cp * (ep if is_set else 1), expert_tp * ep * pp)
-    num_processes = draft.flags.world_size or arguments.world_size or _launched(arguments, fewest)
+    num_processes = plan.flags.world_size or arguments.world_size or _launched(arguments, fewest)
     world = num_processes or fewest
     products = (tp * pp * cp, "tp x pp x cp", _PP), (expert_tp * ep * pp, "expert tp x ep x pp", _EP)
     for ranks, names, flag in products:
@@ -204,8 +204,8 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
         reader.refuse(message, reader.location(_EP) or reader.place(_PP), _FIX)
     if num_processes is None:
         why = f"the number of processes is unknown, and {world} are the fewest for these degrees: `--world-size N`"
-        draft.assume(("topology", "dp"), data_parallel // plan_ep, why)
-    draft.set(("topology", "dp"), data_parallel // plan_ep, f"{world} processes")
+        plan.assume(("topology", "dp"), data_parallel // plan_ep, why)
+    plan.set(("topology", "dp"), data_parallel // plan_ep, f"{world} processes")
     _expert_parallel(reader, ep, expert_tp, plan_ep, tp)
     return data_parallel
 
@@ -238,9 +238,9 @@ def _launched(arguments: Arguments, fewest: int) -> int | None:
 
 
 def _import_rest(reader: FlagReader) -> None:
-    draft = reader.draft
-    draft.set(("run", "backend"), "torch", "a training of Megatron-LM")
-    draft.set(("run", "device"), "gpu", "a training of Megatron-LM")
+    plan = reader.plan
+    plan.set(("run", "backend"), "torch", "a training of Megatron-LM")
+    plan.set(("run", "device"), "gpu", "a training of Megatron-LM")
     dtype = next((flag for flag in ("--bf16", "--fp16") if reader.has(flag)), None)
     if dtype is not None:
         reader.take(dtype, ("run", "dtype"), {"--bf16": "bfloat16", "--fp16": "float16"}[dtype])
@@ -265,16 +265,16 @@ def _import_buckets(reader: FlagReader) -> None:
     """Set the buckets of gradients: without an overlap with the backward, Megatron-LM has one for each stage."""
     size, number = "--ddp-bucket-size", "--ddp-num-buckets"
     if not reader.has("--overlap-grad-reduce"):
-        reader.draft.set(("cost", "bucket_size"), "stage", "no --overlap-grad-reduce")
+        reader.plan.set(("cost", "bucket_size"), "stage", "no --overlap-grad-reduce")
         return
     reader.take("--overlap-grad-reduce", ("schedule", "reduce_gradients"), "when_ready")
     elements = reader.number(size)
     if elements is not None:
         reader.take(size, ("cost", "bucket_size"), elements)
     else:
-        reader.draft.set(("cost", "bucket_size"), "megatron", f"no {size}")
+        reader.plan.set(("cost", "bucket_size"), "megatron", f"no {size}")
     if reader.has(number):
-        reader.draft.ignore(number, "buckets have a number of elements here", reader.location(number))
+        reader.plan.ignore(number, "buckets have a number of elements here", reader.location(number))
     if reader.has("--overlap-param-gather") and reader.has("--use-distributed-optimizer"):
         reader.take("--overlap-param-gather", ("cost", "gather_weights"), "first_forward")
 
@@ -292,7 +292,7 @@ def _import_buffers(reader: FlagReader) -> None:
         reader.take("--transformer-impl", ("memory", "attention"), "unfused")
     fusion, implementation = "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"
     if not reader.has(fusion):
-        reader.draft.set(("memory", "cross_entropy"), "in_place", f"no {fusion}")
+        reader.plan.set(("memory", "cross_entropy"), "in_place", f"no {fusion}")
     elif reader.text(implementation) == "te":
         reader.take(implementation, ("memory", "cross_entropy"), "fused")
     else:
@@ -310,16 +310,16 @@ def _import_transport(reader: FlagReader) -> None:
     if reader.has(off):
         for key in directions:
             reader.take(off, key, "full")
-    elif reader.has(flag) and reader.draft.get("topology", "sequence_parallel"):
-        reader.draft.ignore(flag, "Megatron-LM sends whole tensors with sequence parallelism", reader.location(flag))
+    elif reader.has(flag) and reader.plan.get("topology", "sequence_parallel"):
+        reader.plan.ignore(flag, "Megatron-LM sends whole tensors with sequence parallelism", reader.location(flag))
     elif reader.has(flag):
         for key in directions:
             reader.take(flag, key, "partial")
-    pp, batched = count(reader.draft, "topology", "pp"), "--no-overlap-p2p-communication"
+    pp, batched = count(reader.plan, "topology", "pp"), "--no-overlap-p2p-communication"
     if pp > 1:
-        is_unbatched = pp > 2 and count(reader.draft, "schedule", "num_chunks") > 1 and not reader.has(batched)
+        is_unbatched = pp > 2 and count(reader.plan, "schedule", "num_chunks") > 1 and not reader.has(batched)
         connections = "per_pair" if is_unbatched else "lazy"
-        reader.draft.set(("transport", "connections"), connections, f"{'no ' * is_unbatched}{batched}")
+        reader.plan.set(("transport", "connections"), connections, f"{'no ' * is_unbatched}{batched}")
         if reader.has("--variable-seq-lengths"):
             reader.take("--variable-seq-lengths", ("transport", "shape_exchange"), "per_message")
 
@@ -341,14 +341,14 @@ def import_batches(reader: FlagReader, data_parallel: int, num_chunks: int) -> N
     Raises:
         PlanFileError: PP170, a value cannot be read; PP171, Megatron-LM refuses the batches.
     """
-    draft = reader.draft
+    plan = reader.plan
     size = reader.number(_SIZE)
     if size is None:
         why = f"{'only a run determines' if reader.has(_SIZE) else 'there is no'} {_SIZE}"
-        draft.assume(("schedule", "micro_batch_size"), 1, why)
+        plan.assume(("schedule", "micro_batch_size"), 1, why)
     else:
         reader.put(_SIZE, size)
-    sequences = count(draft, "schedule", "micro_batch_size") * data_parallel
+    sequences = count(plan, "schedule", "micro_batch_size") * data_parallel
     key = ("schedule", "num_micro_batches")
     batches = _scheduled(reader)
     flag = _STEPS if batches else _TOTAL
@@ -356,10 +356,10 @@ def import_batches(reader: FlagReader, data_parallel: int, num_chunks: int) -> N
     if total is None:
         setting = reader.setting(_TOTAL)
         if setting is None:
-            draft.set(key, 1, f"no {_TOTAL}: one micro-batch for each data-parallel rank")
+            plan.set(key, 1, f"no {_TOTAL}: one micro-batch for each data-parallel rank")
         else:
             why = f"the value of {_TOTAL} is {setting.why}"
-            draft.assume(key, 2 * count(draft, "topology", "pp"), why, setting.location)
+            plan.assume(key, 2 * count(plan, "topology", "pp"), why, setting.location)
         return
     if reader.has(_LOWER) and total >= sequences:
         total -= total % sequences
@@ -400,10 +400,10 @@ def _number(digits: str, unit: str) -> int:
 
 def _note_other_steps(reader: FlagReader, batches: tuple[int, ...], sequences: int, num_chunks: int) -> None:
     """List the steps with other batches, and refuse steps without an interleaved schedule."""
-    draft = reader.draft
-    checked = f"steps of {count(draft, 'schedule', 'num_micro_batches')} micro-batches are checked"
+    plan = reader.plan
+    checked = f"steps of {count(plan, 'schedule', 'num_micro_batches')} micro-batches are checked"
     others = [size // sequences for size in batches[:-1] if size % sequences == 0]
-    pp = count(draft, "topology", "pp")
+    pp = count(plan, "topology", "pp")
     least = min(others, default=pp)
     if num_chunks > 1 and least < pp:
         message = f"{least} micro-batches in the first steps, where interleaved stages need {pp}, the pipeline ranks"
@@ -414,4 +414,4 @@ def _note_other_steps(reader: FlagReader, batches: tuple[int, ...], sequences: i
         )
     if reader.has(_RAMP):
         why = f"{checked}, those with the whole {_TOTAL}; current versions ignore the flag"
-        draft.ignore(_RAMP, why, reader.location(_RAMP))
+        plan.ignore(_RAMP, why, reader.location(_RAMP))

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, cast, get_args
 
-from pipeproof.interop.importers.draft import count
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
+from pipeproof.interop.importers.plan_builder import count
 from pipeproof.specs.cost import MatmulDtype
 from pipeproof.specs.memory import RecomputeModule
 
@@ -68,9 +68,9 @@ def _import_offload(reader: FlagReader) -> None:
     if not number:
         return
     conditions = (
-        (count(reader.draft, "topology", "pp") > 1, "there are several pipeline ranks"),
+        (count(reader.plan, "topology", "pp") > 1, "there are several pipeline ranks"),
         (reader.has("--recompute-granularity"), "--recompute-granularity is given"),
-        (number >= count(reader.draft, "model", "num_layers"), "not all blocks can be offloaded"),
+        (number >= count(reader.plan, "model", "num_layers"), "not all blocks can be offloaded"),
     )
     for is_refused, why in conditions:
         if is_refused:
@@ -98,11 +98,11 @@ def _import_optimizer_state(reader: FlagReader) -> None:
 
 def _import_execution(reader: FlagReader) -> None:
     """Set overlapped communication, the exchange of tokens, and whether the host starts each operation."""
-    draft = reader.draft
-    if reader.has(_TP_OVERLAP) and draft.get("topology", "sequence_parallel"):
+    plan = reader.plan
+    if reader.has(_TP_OVERLAP) and plan.get("topology", "sequence_parallel"):
         reader.take_for_device(_TP_OVERLAP, ("cost", "analytic", "overlap"), ["tp"])
-    elif count(draft, "topology", "tp") > 1:
-        draft.set_for_device(("cost", "analytic", "overlap"), ["tp_backward"], "Megatron-LM overlaps them always")
+    elif count(plan, "topology", "tp") > 1:
+        plan.set_for_device(("cost", "analytic", "overlap"), ["tp_backward"], "Megatron-LM overlaps them always")
     dispatcher = "--moe-token-dispatcher-type"
     if reader.text(dispatcher) == "flex":
         reader.take_for_device(dispatcher, ("cost", "analytic", "exchange"), "by_node")
@@ -165,11 +165,11 @@ def import_recomputation(reader: FlagReader) -> None:
     modules = [*_known_modules(reader)] if recompute == "selective" else []
     if recompute == "full" or modules:
         reader.take(flag, ("memory", "recompute"), recompute)
-    if modules and modules != [_CORE] and reader.draft.get("memory", "recompute") == "selective":
+    if modules and modules != [_CORE] and reader.plan.get("memory", "recompute") == "selective":
         reader.take(MODULES if reader.has(MODULES) else flag, ("memory", "recompute_modules"), modules)
     if recompute != "selective" and reader.has(MODULES) and recomputed_modules(reader) != [_CORE]:
         why = f"only `{_GRANULARITY} selective` reads it"
-        reader.draft.ignore(MODULES, why, reader.location(MODULES))
+        reader.plan.ignore(MODULES, why, reader.location(MODULES))
 
 
 def recomputed_modules(reader: FlagReader) -> list[str]:
@@ -185,16 +185,16 @@ def recomputed_modules(reader: FlagReader) -> list[str]:
 
 def _known_modules(reader: FlagReader) -> Iterator[RecomputeModule]:
     """Yield the modules that the model has; for most others Megatron-LM does nothing."""
-    setting, draft = reader.setting(MODULES), reader.draft
+    setting, plan = reader.setting(MODULES), reader.plan
     if setting is not None and None in setting.values:
-        draft.ignore(MODULES, f"its value is {setting.why}", setting.location)
+        plan.ignore(MODULES, f"its value is {setting.why}", setting.location)
         yield _CORE
         return
-    is_latent = ("model", "mla") in draft
-    has_shared = ("model", "moe", "num_shared_experts") in draft
+    is_latent = ("model", "mla") in plan
+    has_shared = ("model", "moe", "num_shared_experts") in plan
     absent = {*_NOT_DESCRIBED, *(() if has_shared else ("shared_experts",))}
-    absent |= set() if ("model", "moe") in draft else {"moe", "moe_act"}
-    keeps_gathered = reader.has("--sequence-parallel") and draft.get("schedule", "overlap") is not None
+    absent |= set() if ("model", "moe") in plan else {"moe", "moe_act"}
+    keeps_gathered = reader.has("--sequence-parallel") and plan.get("schedule", "overlap") is not None
     module_names = get_args(RecomputeModule)
     for module in dict.fromkeys(recomputed_modules(reader)):
         if module not in (*module_names, *_NOT_DESCRIBED):
@@ -204,8 +204,8 @@ def _known_modules(reader: FlagReader) -> Iterator[RecomputeModule]:
         elif module == "shared_experts" and has_shared and reader.has("--moe-shared-expert-overlap"):
             reader.megatron_refuses(f"{MODULES} has shared_experts with --moe-shared-expert-overlap", MODULES)
         elif module in absent:
-            draft.ignore(f"{MODULES} {module}", "the model has no such module", reader.location(MODULES))
+            plan.ignore(f"{MODULES} {module}", "the model has no such module", reader.location(MODULES))
         elif keeps_gathered and module in ("layernorm", "mla_up_proj", "mlp"):
-            draft.ignore(f"{MODULES} {module}", "pairs keep gathered inputs here", reader.location(MODULES))
+            plan.ignore(f"{MODULES} {module}", "pairs keep gathered inputs here", reader.location(MODULES))
         else:
             yield cast("RecomputeModule", module)

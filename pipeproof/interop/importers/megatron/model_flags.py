@@ -10,7 +10,6 @@ from typing import Final
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.diagnostics.source import PlanFileError, SourceMap
-from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
@@ -18,6 +17,7 @@ from pipeproof.interop.importers.megatron.flags import PLAN_KEYS
 from pipeproof.interop.importers.megatron.layer_frequency import MAX_ITEMS, FrequencyError, layer_pattern
 from pipeproof.interop.importers.model_parts import LLAMA, NO_BIAS, NORM, POSITIONS, QK_NORM, QKV_BIAS
 from pipeproof.interop.importers.model_sizes import read_model_config
+from pipeproof.interop.importers.plan_builder import PlanBuilder, count
 
 _ASSUMED_VOCABULARY = 32768
 _DROPOUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -35,14 +35,14 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
     Raises:
         PlanFileError: a value cannot be read.
     """
-    draft = reader.draft
-    draft.set(("model", "kind"), "gpt", "a training of Megatron-LM")
+    plan = reader.plan
+    plan.set(("model", "kind"), "gpt", "a training of Megatron-LM")
     config = _model_config(reader)
     _require_layers(reader, config, pp)
     hidden = _size(reader, config, "--hidden-size", 128 * lcm(32, tp))
     heads = _size(reader, config, "--num-attention-heads", lcm(max(hidden // 128, 1), tp))
     _size(reader, config, "--num-layers", 4)
-    _size(reader, config, "--seq-length", lcm(4096, 2 * tp * count(draft, "topology", "cp")))
+    _size(reader, config, "--seq-length", lcm(4096, 2 * tp * count(plan, "topology", "cp")))
     _ffn(reader, config, hidden)
     _vocabulary(reader, config, tp)
     if ("model", "compressed_attention") in config:
@@ -54,7 +54,7 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
         _heads(reader, hidden, heads)
     untied = "--untie-embeddings-and-output-weights"
     tied = not reader.has(untied)
-    draft.set(("model", "tied_embedding"), tied, f"no {untied}" if tied else untied, reader.location(untied))
+    plan.set(("model", "tied_embedding"), tied, f"no {untied}" if tied else untied, reader.location(untied))
     for flag, keys in _DROPOUT.items():
         probability = reader.real(flag)
         for key in keys:
@@ -82,7 +82,7 @@ _KEYS_OF_DEEPSEEK_V4: Final[Mapping[str, KeyPath]] = MappingProxyType(
 """Those that have another key there than for other models."""
 
 
-def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
+def _import_deepseek_v4(reader: FlagReader, config: PlanBuilder) -> None:
     """Set the whole model from its configuration; flags add missing values.
 
     Raises:
@@ -99,7 +99,7 @@ def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
         if (location := reader.location(flag)) is not None:
             message = f"{flag} is not for the attention of DeepSeek-V4, which the model's configuration has"
             reader.refuse(message, location, "remove the flag")
-    reader.draft.adopt(config)
+    reader.plan.adopt(config)
     if reader.has("--num-experts"):
         import_experts(reader)
     for flag, keys in _DROPOUT.items():
@@ -125,34 +125,34 @@ def _streams(reader: FlagReader, pp: int) -> None:
     for name, default in (("--mhc-num-residual-streams", 4), ("--mhc-sinkhorn-iterations", 20)):
         reader.put(name, reader.number(name) or default)
     why = "it divides by sums of rows before sums of columns, here after; sizes and work are the same"
-    reader.draft.ignore(flag, why, reader.location(flag))
+    reader.plan.ignore(flag, why, reader.location(flag))
 
 
-def _model_config(reader: FlagReader) -> Draft:
+def _model_config(reader: FlagReader) -> PlanBuilder:
     """Read ``--model-config``, which gives sizes that no flag gives."""
-    config = Draft("model config", Flags())
-    if reader.draft.flags.model_config is not None:
-        read_model_config(config, reader.draft.flags.model_config)
+    config = PlanBuilder("model config", Flags())
+    if reader.plan.flags.model_config is not None:
+        read_model_config(config, reader.plan.flags.model_config)
     return config
 
 
-def _size(reader: FlagReader, config: Draft, flag: str, default: int) -> int:
+def _size(reader: FlagReader, config: PlanBuilder, flag: str, default: int) -> int:
     """Return a size from its flag, from the model's configuration, or assumed."""
     number, key = reader.number(flag), PLAN_KEYS[flag]
     if number is not None:
         reader.put(flag, number)
     elif key in config:
-        reader.draft.set(key, config.get(*key), f"{key[-1]} of the model's configuration")
+        reader.plan.set(key, config.get(*key), f"{key[-1]} of the model's configuration")
     else:
-        reader.draft.assume(key, default, _why(reader, flag), reader.location(flag))
-    return count(reader.draft, *map(str, key))
+        reader.plan.assume(key, default, _why(reader, flag), reader.location(flag))
+    return count(reader.plan, *map(str, key))
 
 
-def _require_layers(reader: FlagReader, config: Draft, pp: int) -> None:
+def _require_layers(reader: FlagReader, config: PlanBuilder, pp: int) -> None:
     """Refuse a pipeline of an unknown number of blocks: whether they divide, and how, decides the stages."""
     flag, key, arguments = "--num-layers", ("model", "num_layers"), reader.arguments
     setting = reader.setting(flag)
-    if pp == 1 or key in reader.draft or key in config or (setting is not None and setting.value is not None):
+    if pp == 1 or key in reader.plan or key in config or (setting is not None and setting.value is not None):
         return
     name, origin = arguments.checkpoint or ("", None)
     why = f": {', '.join(arguments.unread)} is not next to it" if arguments.unread else ""
@@ -169,18 +169,18 @@ def _why(reader: FlagReader, flag: str) -> str:
     return f"no {flag} is given" if setting is None else f"the value of {flag} is {setting.why}"
 
 
-def _ffn(reader: FlagReader, config: Draft, hidden: int) -> None:
+def _ffn(reader: FlagReader, config: PlanBuilder, hidden: int) -> None:
     default = hidden * 8 // 3 // 64 * 64 if reader.has("--swiglu") else 4 * hidden
     flag = "--ffn-hidden-size"
     if reader.has(flag) or ("model", "ffn_size") in config:
         _size(reader, config, flag, default)
     else:
-        reader.draft.set(("model", "ffn_size"), default, f"no {flag}")
+        reader.plan.set(("model", "ffn_size"), default, f"no {flag}")
 
 
-def _vocabulary(reader: FlagReader, config: Draft, tp: int) -> None:
+def _vocabulary(reader: FlagReader, config: PlanBuilder, tp: int) -> None:
     """Set the vocabulary, padded to a multiple of a number and tp as in Megatron-LM, and its unpadded size if known."""
-    draft, key = reader.draft, ("model", "vocab_size")
+    plan, key = reader.plan, ("model", "vocab_size")
     unpadded = "model", "unpadded_vocab_size"
     multiple = (reader.number("--make-vocab-size-divisible-by") or 128) * tp
     padded, size = reader.number("--padded-vocab-size"), reader.number("--vocab-size")
@@ -190,12 +190,12 @@ def _vocabulary(reader: FlagReader, config: Draft, tp: int) -> None:
         reader.take("--vocab-size", key, -(-size // multiple) * multiple)
     elif key in config:
         of_config = int(config.get(*key))
-        draft.set(key, -(-of_config // multiple) * multiple, "vocab_size of the model's configuration")
+        plan.set(key, -(-of_config // multiple) * multiple, "vocab_size of the model's configuration")
         if of_config % multiple:
-            draft.set(unpadded, of_config, "vocab_size of the model's configuration")
+            plan.set(unpadded, of_config, "vocab_size of the model's configuration")
     else:
         why = "the tokenizer has the size of the vocabulary"
-        draft.assume(key, -(-_ASSUMED_VOCABULARY // multiple) * multiple, why, reader.location("--tokenizer-model"))
+        plan.assume(key, -(-_ASSUMED_VOCABULARY // multiple) * multiple, why, reader.location("--tokenizer-model"))
     if size is not None and (padded > size if padded is not None else size % multiple):
         reader.take("--vocab-size", unpadded, size)
 
@@ -222,15 +222,15 @@ def import_experts(reader: FlagReader) -> None:
     Raises:
         PlanFileError: a value cannot be read.
     """
-    draft, flag = reader.draft, "--num-experts"
+    plan, flag = reader.plan, "--num-experts"
     location, experts = reader.location(flag), reader.number(flag, at_least=2)
     if experts is None:
         fewest = lcm(8, reader.number("--expert-model-parallel-size") or 1)
-        draft.assume(PLAN_KEYS[flag], fewest, _why(reader, flag), location)
+        plan.assume(PLAN_KEYS[flag], fewest, _why(reader, flag), location)
     else:
         reader.put(flag, experts)
     reader.put("--moe-router-topk", reader.number("--moe-router-topk") or 2)
-    inner = reader.number("--moe-ffn-hidden-size") or count(draft, "model", "ffn_size")
+    inner = reader.number("--moe-ffn-hidden-size") or count(plan, "model", "ffn_size")
     reader.put("--moe-ffn-hidden-size", inner)
     flag = "--moe-shared-expert-intermediate-size"
     shared = reader.number(flag, at_least=0)
@@ -238,14 +238,14 @@ def import_experts(reader: FlagReader) -> None:
         reader.take(flag, ("model", "moe", "num_shared_experts"), max(round(shared / inner), 1))
         if shared % inner:
             why = f"shared experts have a multiple of the size of others, {inner}, here"
-            draft.ignore(flag, why, reader.location(flag))
+            plan.ignore(flag, why, reader.location(flag))
     _dense_layers(reader)
     dispatcher = dispatcher_of(reader)
     if dispatcher == "allgather":
         flag = "--moe-token-dispatcher-type"
         setting = reader.shown(flag) if reader.has(flag) else f"no {flag}: Megatron-LM gathers all tokens"
-        draft.set(("model", "moe", "dispatcher"), "all_gather", setting, reader.location(flag))
-    draft.set(("model", "moe", "combine"), "expert", "Megatron-LM sorts tokens by expert", location)
+        plan.set(("model", "moe", "dispatcher"), "all_gather", setting, reader.location(flag))
+    plan.set(("model", "moe", "combine"), "expert", "Megatron-LM sorts tokens by expert", location)
     dtype, flag = reader.text("--moe-router-dtype"), "--moe-router-dtype"
     if dtype is not None and dispatcher == "allgather":
         reader.ignore(flag, "gathered outputs of a router have the usual type here")
@@ -277,7 +277,7 @@ def dispatcher_of(reader: FlagReader) -> str | None:
 
 def _dense_layers(reader: FlagReader) -> None:
     """``--moe-layer-freq``: the blocks with experts; a plan has those after its first few blocks."""
-    flag, num_layers = "--moe-layer-freq", count(reader.draft, "model", "num_layers")
+    flag, num_layers = "--moe-layer-freq", count(reader.plan, "model", "num_layers")
     setting, text = reader.setting(flag), reader.text(flag)
     if setting is None or text is None:
         return
@@ -292,13 +292,13 @@ def _dense_layers(reader: FlagReader) -> None:
         reader.take(flag, ("model", "moe", "dense_layers"), first)
     if 0 in pattern[first:]:
         why = f"{pattern[first:].count(0)} later blocks without experts have them here"
-        reader.draft.ignore(reader.shown(flag), why, setting.location)
+        reader.plan.ignore(reader.shown(flag), why, setting.location)
 
 
 # --- parts ---
 
 
-def _import_parts(reader: FlagReader, config: Draft) -> None:
+def _import_parts(reader: FlagReader, config: PlanBuilder) -> None:
     """Set the parts of the model that differ from a Llama's; sizes, experts and latent attention are set before.
 
     A script without --hidden-size has its model elsewhere: in another file, or in a checkpoint. Its missing flags mean
@@ -307,13 +307,13 @@ def _import_parts(reader: FlagReader, config: Draft) -> None:
     if not reader.has("--hidden-size"):
         for key, value in LLAMA.items():
             if ("model", key) in config:
-                reader.draft.set(("model", key), config.get("model", key), f"{key} of the model's configuration")
-            elif reader.draft.flags.model_config is None:
-                reader.draft.assume(("model", key), value, "no --hidden-size is given: the model is not in this script")
+                reader.plan.set(("model", key), config.get("model", key), f"{key} of the model's configuration")
+            elif reader.plan.flags.model_config is None:
+                reader.plan.assume(("model", key), value, "no --hidden-size is given: the model is not in this script")
         if config.get("model", "qk_norm"):
-            reader.draft.set(("model", "qk_norm"), value=True, setting="the model's configuration")
+            reader.plan.set(("model", "qk_norm"), value=True, setting="the model's configuration")
         return
-    is_latent, has_experts = ("model", "mla") in reader.draft, ("model", "moe") in reader.draft
+    is_latent, has_experts = ("model", "mla") in reader.plan, ("model", "moe") in reader.plan
     _norms(reader, is_latent=is_latent)
     _positions(reader, is_latent=is_latent)
     _activation(reader, has_experts=has_experts)
@@ -331,7 +331,7 @@ def _norms(reader: FlagReader, *, is_latent: bool) -> None:
 
 
 def _positions(reader: FlagReader, *, is_latent: bool) -> None:
-    draft, kind = reader.draft, reader.text(POSITIONS)
+    plan, kind = reader.plan, reader.text(POSITIONS)
     old, without = "--use-rotary-position-embeddings", "--no-position-embedding"
     if reader.has(old) or (reader.has(POSITIONS) and kind is None) or kind in ("rope", "mrope", "yarn"):
         return
@@ -341,11 +341,11 @@ def _positions(reader: FlagReader, *, is_latent: bool) -> None:
         return
     if is_latent or reader.number("--mtp-num-layers", at_least=0):
         part = "latent attention" if is_latent else "multi-token prediction"
-        draft.ignore("learned positions", f"with {part}, positions are rotary here", reader.location(POSITIONS))
+        plan.ignore("learned positions", f"with {part}, positions are rotary here", reader.location(POSITIONS))
         return
     _default(reader, "positions", "learned", POSITIONS)
     flag = "--max-position-embeddings"
-    rows, length = reader.number(flag), count(draft, "model", "seq_length")
+    rows, length = reader.number(flag), count(plan, "model", "seq_length")
     if rows is not None and rows != length:
         reader.ignore(flag, f"the table has a row for each of {length} positions here")
 
@@ -356,11 +356,11 @@ def _activation(reader: FlagReader, *, has_experts: bool) -> None:
         return
     if has_experts:
         why = "experts and MLPs are SwiGLU here: their weights are 1.5 times as many, all else is equal"
-        reader.draft.ignore("experts without --swiglu", why)
+        reader.plan.ignore("experts without --swiglu", why)
         return
     relu = "--squared-relu"
     if reader.has(relu):
-        reader.draft.ignore(relu, "the function is GELU here, all else is equal", reader.location(relu))
+        reader.plan.ignore(relu, "the function is GELU here, all else is equal", reader.location(relu))
     is_fused = not reader.has(NO_BIAS) and not reader.has("--no-bias-gelu-fusion")
     is_tanh = (is_fused or reader.has("--openai-gelu")) and not reader.has(relu)
     flag = next((name for name in (relu, "--openai-gelu", "--no-bias-gelu-fusion") if reader.has(name)), "--swiglu")
@@ -368,11 +368,11 @@ def _activation(reader: FlagReader, *, has_experts: bool) -> None:
 
 
 def _biases(reader: FlagReader, *, is_latent: bool, has_experts: bool) -> None:
-    draft, on = reader.draft, not reader.has(NO_BIAS)
+    plan, on = reader.plan, not reader.has(NO_BIAS)
     if on and is_latent:
-        draft.ignore(f"no {NO_BIAS}", "a model with latent attention has no biases here")
+        plan.ignore(f"no {NO_BIAS}", "a model with latent attention has no biases here")
     elif on and has_experts:
-        draft.ignore(f"no {NO_BIAS}", "with experts, only queries, keys and values have biases here")
+        plan.ignore(f"no {NO_BIAS}", "with experts, only queries, keys and values have biases here")
         _default(reader, "biases", "qkv", NO_BIAS)
     elif on:
         _default(reader, "biases", "all", NO_BIAS)
@@ -383,4 +383,4 @@ def _biases(reader: FlagReader, *, is_latent: bool, has_experts: bool) -> None:
 def _default(reader: FlagReader, key: str, value: str, flag: str) -> None:
     """Set a value that a flag has, or that Megatron-LM has without the flag."""
     setting = reader.shown(flag) if reader.has(flag) else f"no {flag}"
-    reader.draft.set(("model", key), value, setting, reader.location(flag))
+    reader.plan.set(("model", key), value, setting, reader.location(flag))

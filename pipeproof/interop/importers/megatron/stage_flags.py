@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from pipeproof.interop.importers.draft import MAX_LAYERS, stages_of
 from pipeproof.interop.importers.import_codes import REFUSED
 from pipeproof.interop.importers.megatron.flag_values import MAX_RANKS, FlagReader
+from pipeproof.interop.importers.plan_builder import MAX_LAYERS, stages_of
 
 LETTERS: Final = "EtmL"
 MAX_LETTERS: Final = 100_000
@@ -256,7 +256,7 @@ def _by_layout(reader: FlagReader, num_layers: int, num_mtp: int, pp: int) -> in
 
 def _reads_normed(reader: FlagReader) -> bool:
     """True if modules read the result of the last norm, which is then on the stage of the last block."""
-    return bool(reader.draft.get("model", "mtp", "reads") == "after_norm")
+    return bool(reader.plan.get("model", "mtp", "reads") == "after_norm")
 
 
 def _named(stages: tuple[tuple[LayoutLetter, ...], ...], num_before_norm: int | None) -> list[list[str]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from pipeproof.diagnostics.problems import listed, nearest_name
-from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.names import depth_of, is_public
@@ -28,6 +27,7 @@ from pipeproof.interop.importers.paddle.training_arguments import (
     is_old,
 )
 from pipeproof.interop.importers.paddle.training_file import Settings, read_settings
+from pipeproof.interop.importers.plan_builder import PlanBuilder, count, misspelt
 
 _STAGES: Final = ("SFT", "PT", "DPO", "VL-SFT", "OCR-VL-SFT")
 _STOPPING: Final = ("SFT", "PT", "DPO")
@@ -56,7 +56,7 @@ def import_ernie(files: Sequence[Path], flags: Flags) -> Imported:
     if not (is_old(settings) and any(name in settings for name in _OWN)):
         return import_settings(settings, flags)
     _refuse_misspelt(settings)
-    return import_settings(settings, flags, lambda job, draft: _of_kit(settings, job, draft))
+    return import_settings(settings, flags, lambda job, plan: _of_kit(settings, job, plan))
 
 
 def _refuse_misspelt(settings: Settings) -> None:
@@ -67,7 +67,7 @@ def _refuse_misspelt(settings: Settings) -> None:
             raise unreadable(f"`{name}` is not a key of ERNIEKit", settings.location(name), f"did you mean `{near}`?")
 
 
-def _of_kit(settings: Settings, job: FleetJob, draft: Draft) -> FleetJob:
+def _of_kit(settings: Settings, job: FleetJob, plan: PlanBuilder) -> FleetJob:
     """Return the job with ERNIEKit's own keys, and note the keys that are not read."""
     stage = settings.text("stage") or SourcedValue("SFT", "stage", by_default=True)
     if stage.value not in _STAGES:
@@ -75,26 +75,26 @@ def _of_kit(settings: Settings, job: FleetJob, draft: Draft) -> FleetJob:
     compute = settings.text("compute_type") or SourcedValue("bf16", "compute_type", by_default=True)
     if compute.value not in _DTYPES:
         _refuse_value(compute, tuple(_DTYPES))
-    asked = overridden(job, draft.flags)
+    asked = overridden(job, plan.flags)
     if asked.pp.value > 1:
         _check_start(settings, asked, stage)
     if "per_device_train_batch_size" in settings:
         size = settings.integer(1, "per_device_train_batch_size")
-        ineffective(draft, size, "ERNIEKit overwrites it with `batch_size`, which is 1 if it is not set")
+        ineffective(plan, size, "ERNIEKit overwrites it with `batch_size`, which is 1 if it is not set")
     if job.sequence_parallel.value and asked.tp.value == 1 and stage.value in _STOPPING:
         switch = job.sequence_parallel
         on = SourcedValue(value=True, setting=switch.setting, location=switch.location)
-        ineffective(draft, on, "there is one tensor-parallel rank")
+        ineffective(plan, on, "there is one tensor-parallel rank")
         job = replace(job, sequence_parallel=replace(switch, value=False))
-    _depth(settings, draft)
-    _note_others(settings, draft)
+    _depth(settings, plan)
+    _note_others(settings, plan)
     batch, tail = settings.integer(1, "batch_size"), _tail(settings)
     return replace(
         job,
         micro_batch_size=batch if batch.value else replace(batch, value=1),
         dtype=replace(compute, value=_DTYPES[compute.value]),
         empty_tail=tail,
-        cut=_cut(settings, asked, draft, stage.value, tail.value),
+        cut=_cut(settings, asked, plan, stage.value, tail.value),
     )
 
 
@@ -138,12 +138,12 @@ def _tail(settings: Settings) -> SourcedValue[int]:
     return settings.integer(0, "add_tail_layers")
 
 
-def _cut(settings: Settings, job: FleetJob, draft: Draft, stage: str, tail: int) -> SourcedValue[str] | None:
+def _cut(settings: Settings, job: FleetJob, plan: PlanBuilder, stage: str, tail: int) -> SourcedValue[str] | None:
     """Return the partition: ERNIE's text models have a uniform one if the blocks do not divide over the ranks.
 
     Models with images, and models with PyTorch's weights (``-PT``), have the blocks divided, or are refused.
     """
-    layers, name = count(draft, "model", "num_layers", default=0), settings.text("model_name_or_path")
+    layers, name = count(plan, "model", "num_layers", default=0), settings.text("model_name_or_path")
     by_blocks = job.cut is None or job.cut.by_default or job.cut.value == _BY_BLOCKS
     of_torch = name is not None and name.value.rstrip("/").endswith("-PT")
     if stage in _STOPPING and by_blocks and layers and not of_torch and (layers + tail) % job.pp.value:
@@ -152,21 +152,21 @@ def _cut(settings: Settings, job: FleetJob, draft: Draft, stage: str, tail: int)
     return job.cut
 
 
-def _depth(settings: Settings, draft: Draft) -> None:
+def _depth(settings: Settings, plan: PlanBuilder) -> None:
     """Set the number of blocks of the public checkpoint that the file names."""
     name = settings.text("model_name_or_path")
     depth = None if name is None else depth_of(name.value)
-    if name is None or depth is None or ("model", "num_layers") in draft:
+    if name is None or depth is None or ("model", "num_layers") in plan:
         return
-    draft.set(("model", "num_layers"), depth, name.setting, name.location)
+    plan.set(("model", "num_layers"), depth, name.setting, name.location)
     if not is_public(name.value):
-        draft.ignore(name.setting, "the directory is taken for the public checkpoint of that name", name.location)
+        plan.ignore(name.setting, "the directory is taken for the public checkpoint of that name", name.location)
 
 
-def _note_others(settings: Settings, draft: Draft) -> None:
+def _note_others(settings: Settings, plan: PlanBuilder) -> None:
     """List once the keys that are not read; those with a term of parallelism are listed one by one elsewhere."""
     others = [name for name in settings.values if not (name in READ or name in _KIT or concerns_pipeline(name))]
     if others:
         named = ", ".join(others[:_MOST_NAMED]) + (", .." if others[_MOST_NAMED:] else "")
         why = f"{len(others)}, without a term of parallelism in their names, are not read ({named})"
-        draft.ignore("other keys", why, settings.location(others[0]))
+        plan.ignore("other keys", why, settings.location(others[0]))

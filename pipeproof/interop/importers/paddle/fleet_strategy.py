@@ -18,12 +18,12 @@ from typing import Any
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, nearest_name, shortened
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap, read_text
-from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import one_file, unreadable
 from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.model_sizes import read_mapping
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
 from pipeproof.interop.importers.paddle.fleet_plan import lay_out, refuse, rephrasing
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.interop.importers.tree import Node, Placed, Tree, tree_of_data
 
 # --- Protocol buffers' text format, as far as strategies use it: scalar fields and nested messages ---
@@ -288,9 +288,9 @@ def _repeated(name: str, placed: Placed) -> Exception:
 
 def _imported(lookup: _Lookup, order: tuple[str, ...], flags: Flags, file: str, lines: tuple[str, ...]) -> Imported:
     job = _job(lookup, order)
-    draft = Draft("fleet", flags)
-    lay_out(job, draft)
-    return draft.imported(file, lines, rephrasing(job))
+    plan = PlanBuilder("fleet", flags)
+    lay_out(job, plan)
+    return plan.imported(file, lines, rephrasing(job))
 
 
 def _job(lookup: _Lookup, order: tuple[str, ...]) -> FleetJob:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import listed, nearest_name
-from pipeproof.interop.importers.draft import Draft, misspelt
 from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import CONFIG_NAMES, take_model
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
 from pipeproof.interop.importers.paddle.fleet_plan import ineffective, lay_out, refuse, rephrasing
 from pipeproof.interop.importers.paddle.training_file import Settings, read_settings
+from pipeproof.interop.importers.plan_builder import PlanBuilder, misspelt
 
 TOKENS = "pipeline_parallel_config"
 
@@ -100,42 +100,42 @@ def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
 
 
 def import_settings(
-    settings: Settings, flags: Flags, adapt: Callable[[FleetJob, Draft], FleetJob] | None = None
+    settings: Settings, flags: Flags, adapt: Callable[[FleetJob, PlanBuilder], FleetJob] | None = None
 ) -> Imported:
     """Return the plan of training arguments; ``adapt`` makes the changes of a program around the trainer.
 
     Raises:
         PlanFileError: PP170 or PP171, as for ``import_formers``.
     """
-    draft = Draft("paddleformers", flags)
+    plan = PlanBuilder("paddleformers", flags)
     _require_known_trainer(settings)
-    _report_unknown_settings(settings, draft)
-    job = _job(settings, draft)
-    take_model(draft, {name: settings.values[name] for name in CONFIG_NAMES if name in settings})
+    _report_unknown_settings(settings, plan)
+    job = _job(settings, plan)
+    take_model(plan, {name: settings.values[name] for name in CONFIG_NAMES if name in settings})
     if adapt is not None:
-        job = adapt(job, draft)
-    _mtp_modules(settings, job, draft)
-    lay_out(job, draft)
-    _memory(settings, job, draft)
-    return draft.imported(settings.first.file, settings.first.lines, rephrasing(job))
+        job = adapt(job, plan)
+    _mtp_modules(settings, job, plan)
+    lay_out(job, plan)
+    _memory(settings, job, plan)
+    return plan.imported(settings.first.file, settings.first.lines, rephrasing(job))
 
 
-def _mtp_modules(settings: Settings, job: FleetJob, draft: Draft) -> None:
+def _mtp_modules(settings: Settings, job: FleetJob, plan: PlanBuilder) -> None:
     """Set the input of modules. PaddleFleet's GPTModel has the last norm before them and the tail's empty layers.
 
     Earlier models, in pre-training programs, and its experimental version have the norm after both.
     """
     number, magic = job.mtp, settings.flag("enable_mtp_magic_send", default=False)
-    if number is None or not (number.value or draft.get("model", "mtp", "num_modules")):
+    if number is None or not (number.value or plan.get("model", "mtp", "num_modules")):
         return
     if magic.value and number.value:
-        draft.set(("model", "mtp", "magic_send"), magic.value, magic.setting, magic.location)
+        plan.set(("model", "mtp", "magic_send"), magic.value, magic.setting, magic.location)
     program = settings.text("stage")
     is_other = number.setting == _DEPTH or (program is not None and program.value.endswith("_pretrain"))
     if is_old(settings) or is_other or settings.flag(_EXPERIMENTAL, default=False).value:
         return
-    draft.set(("model", "mtp", "reads"), "after_norm", "a model of PaddleFleet", number.location)
-    draft.set(("model", "final_norm"), "before_tail_empty", "a model of PaddleFleet", number.location)
+    plan.set(("model", "mtp", "reads"), "after_norm", "a model of PaddleFleet", number.location)
+    plan.set(("model", "final_norm"), "before_tail_empty", "a model of PaddleFleet", number.location)
 
 
 def is_old(settings: Settings) -> bool:
@@ -145,14 +145,14 @@ def is_old(settings: Settings) -> bool:
     return not new and (old or TOKENS in settings)
 
 
-def _job(settings: Settings, draft: Draft) -> FleetJob:
+def _job(settings: Settings, plan: PlanBuilder) -> FleetJob:
     old = is_old(settings)
-    switches = _by_tokens(settings, draft) if old else _by_switches(settings, draft)
+    switches = _by_tokens(settings, plan) if old else _by_switches(settings, plan)
     names = {axis: (keys[1:] if old else (keys[0], *keys[2:])) for axis, keys in DEGREES.items()}
     if not old:
-        _report_earlier_degrees(settings, draft)
+        _report_earlier_degrees(settings, plan)
     degree = {axis: settings.integer(1, *keys) for axis, keys in names.items() if axis not in ("sharding", "dp")}
-    sharding = _sharding(settings, settings.integer(None, *names["sharding"]), degree["pp"], draft)
+    sharding = _sharding(settings, settings.integer(None, *names["sharding"]), degree["pp"], plan)
     seg_method = settings.text("pp_seg_method") or SourcedValue(
         "layer:DecoderLayer|EmptyLayer", "pp_seg_method", by_default=True
     )
@@ -186,24 +186,24 @@ def _at_least_one(sourced: SourcedValue[int]) -> SourcedValue[int]:
     return sourced if sourced.value else SourcedValue(1, sourced.setting, sourced.location, sourced.by_default)
 
 
-def _by_switches(settings: Settings, draft: Draft) -> dict[str, SourcedValue[bool]]:
+def _by_switches(settings: Settings, plan: PlanBuilder) -> dict[str, SourcedValue[bool]]:
     """Read the switches of the present trainer; the former tokens have no effect."""
     why = "this trainer accepts the token and ignores it; it has a switch for each token"
     for token in _known_tokens(settings):
-        ineffective(draft, SourcedValue(token, TOKENS, settings.location(TOKENS)), why)
+        ineffective(plan, SourcedValue(token, TOKENS, settings.location(TOKENS)), why)
     overlapped = settings.flag("overlap_p2p_comm", default=True)
     on = {"partial", "overlapped", "cached_shapes", "" if overlapped.value else "batched"}
     return {field: settings.flag(name, default=field in on) for field, (name, _) in _SWITCHES.items()}
 
 
-def _by_tokens(settings: Settings, draft: Draft) -> dict[str, SourcedValue[bool]]:
+def _by_tokens(settings: Settings, plan: PlanBuilder) -> dict[str, SourcedValue[bool]]:
     """Read the tokens of the earlier trainers, in one setting; later switches are unknown to them."""
     tokens = _known_tokens(settings)
     location = settings.location(TOKENS)
     why = f"with earlier names of degrees it is not a setting of the trainer, which reads tokens in `{TOKENS}`"
     for name, _ in _SWITCHES.values():
         if name in settings:
-            ineffective(draft, SourcedValue(settings.values[name][0], name, settings.location(name)), why)
+            ineffective(plan, SourcedValue(settings.values[name][0], name, settings.location(name)), why)
 
     def switch(token: str) -> SourcedValue[bool]:
         on = not token.startswith("disable")
@@ -223,12 +223,12 @@ def _known_tokens(settings: Settings) -> tuple[str, ...]:
     return tokens
 
 
-def _report_earlier_degrees(settings: Settings, draft: Draft) -> None:
+def _report_earlier_degrees(settings: Settings, plan: PlanBuilder) -> None:
     """Report degrees with names of the earlier trainers in a file of the present one."""
     for now, before, *_ in DEGREES.values():
         if before in settings:
             sourced = SourcedValue(settings.values[before][0], before, settings.location(before))
-            ineffective(draft, sourced, f"it is a name of earlier trainers; this trainer's name is `{now}`")
+            ineffective(plan, sourced, f"it is a name of earlier trainers; this trainer's name is `{now}`")
 
 
 def _order(settings: Settings, *, old: bool) -> tuple[str, ...]:
@@ -250,32 +250,32 @@ def _order(settings: Settings, *, old: bool) -> tuple[str, ...]:
 
 
 def _sharding(
-    settings: Settings, degree: SourcedValue[int | None], pp: SourcedValue[int], draft: Draft
+    settings: Settings, degree: SourcedValue[int | None], pp: SourcedValue[int], plan: PlanBuilder
 ) -> SourcedValue[int | None]:
     """Return the sharding ranks; with a pipeline, the trainers accept stage 1 only, and drop it over one rank."""
     stage = settings.text("sharding")
     if stage is None or not {"stage2", "stage3"} & set(stage.value.split()) or pp.value <= 1:
         return degree
     if degree.value in (0, 1):
-        ineffective(draft, stage, f"the trainer drops sharding over one rank ({degree.text}); with more it refuses "
+        ineffective(plan, stage, f"the trainer drops sharding over one rank ({degree.text}); with more it refuses "
                                   "this stage with a pipeline")  # fmt: skip
     elif degree.value is not None:
         message = f"{stage.text} and {pp.text}: the trainers accept only sharding stage 1 with a pipeline"
         refuse(message, stage.location, f"set `{stage.setting}: stage1`")
     else:
-        ineffective(draft, stage, "with a pipeline the trainer refuses this stage, unless there is one sharding "
+        ineffective(plan, stage, "with a pipeline the trainer refuses this stage, unless there is one sharding "
                                   f"rank and it drops the stage ({degree.setting} is not set)")  # fmt: skip
     return degree
 
 
-def _memory(settings: Settings, job: FleetJob, draft: Draft) -> None:
+def _memory(settings: Settings, job: FleetJob, plan: PlanBuilder) -> None:
     """Set the sharding of the optimizer state, and recomputation: present trainers name its granularity alone."""
     stage, granularity = settings.text("sharding"), settings.text("recompute_granularity")
     if stage is not None and job.sharding.value != 1:
         keys = ("shard_optimizer", "shard_gradients", "shard_weights")
         number = max((i for i in range(1, 4) if f"stage{i}" in stage.value.split()), default=0)
         for key in keys[:number]:
-            draft.set(("memory", key), "dp", stage.setting, stage.location)
+            plan.set(("memory", key), "dp", stage.setting, stage.location)
     switch = settings.flag("recompute", default=not is_old(settings) and granularity is not None)
     if not switch.value:
         return
@@ -283,10 +283,10 @@ def _memory(settings: Settings, job: FleetJob, draft: Draft) -> None:
     source = switch if granularity is None else granularity
     if kind in ("full", "core_attn"):
         recompute = {"full": "full", "core_attn": "selective"}[kind]
-        draft.set(("memory", "recompute"), recompute, source.setting, source.location)
+        plan.set(("memory", "recompute"), recompute, source.setting, source.location)
     else:
         why = "recomputation is of whole blocks or of the core of attention here"
-        draft.ignore(source.setting, why, source.location)
+        plan.ignore(source.setting, why, source.location)
 
 
 def _dtype(settings: Settings) -> SourcedValue[str] | None:
@@ -335,7 +335,7 @@ def concerns_pipeline(name: str) -> bool:
     return any(term in name for term in ("paral", "p2p", "partial_send", "pipeline", "virtual_pp"))
 
 
-def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
+def _report_unknown_settings(settings: Settings, plan: PlanBuilder) -> None:
     """Report settings that look like one of the pipeline's and are unknown."""
     for name in settings.values:
         if name in _PIPELINE_NAMES or name in _KNOWN_ELSEWHERE:
@@ -348,4 +348,4 @@ def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
             continue
         near = nearest_name(name, _PIPELINE_NAMES)
         why = f"an unknown setting; did you mean `{near}`?" if near else "an unknown setting"
-        draft.ignore(name, why, settings.location(name))
+        plan.ignore(name, why, settings.location(name))

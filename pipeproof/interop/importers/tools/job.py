@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.interop.importers.draft import misspelt
 from pipeproof.interop.importers.import_codes import unreadable
 from pipeproof.interop.importers.imported import Flags, IgnoredSetting
 from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting, is_off
 from pipeproof.interop.importers.megatron.flags import FLAGS_BY_NAME, NEGATED
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, LAYOUT
 from pipeproof.interop.importers.names import depth_of, is_public, other_parts
+from pipeproof.interop.importers.plan_builder import misspelt
 from pipeproof.interop.importers.tools.tool import Tool
 from pipeproof.interop.importers.tree import Placed, Tree, Unknown, is_known
 

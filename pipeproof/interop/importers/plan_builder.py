@@ -1,4 +1,4 @@
-"""Draft of an imported plan: values with their origins, and assumptions."""
+"""Builder of an imported plan: values with their origins, and assumptions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FRAMEWORKS = MappingProxyType(
 """The framework of a plan by the kind of its files, unless they leave it open."""
 
 
-class Draft:
+class PlanBuilder:
     """Collects the values, assumptions and findings of an importer.
 
     A value of the command line (``flags.settings``) is set from the start and
@@ -101,8 +101,8 @@ class Draft:
             self._values[path] = value
             self._assumptions.append(Assumption(path, value, why, location))
 
-    def adopt(self, other: Draft) -> None:
-        """Set the values of another draft that are not known, and record its settings that the plan does not show."""
+    def adopt(self, other: PlanBuilder) -> None:
+        """Set the values of another builder that are not known, and record its settings that the plan does not show."""
         for path, value in other._values.items():
             if path not in self:
                 self._values[path], self._origins[path] = value, other._origins.get(path, Origin("the configuration"))
@@ -144,12 +144,12 @@ class Draft:
         return plan
 
 
-def count(draft: Draft, *path: str, default: int = 1) -> int:
+def count(plan: PlanBuilder, *path: str, default: int = 1) -> int:
     """Return the count at a path of plan keys; ``default`` if there is no valid count.
 
     An invalid count is refused, with its key, when the plan is validated.
     """
-    value = draft.get(*path)
+    value = plan.get(*path)
     return value if type(value) is int and value > 0 else default
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.analysis.tune.recut import layer_times, stage_times
+from pipeproof.analysis.tune.repartition import layer_times, stage_times
 
 
 def even_cut(num_blocks, num_stages):
