@@ -112,6 +112,13 @@ class _Budget:
     files: int = _MAX_SOURCED
 
 
+_BLANKS: Final = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)+")
+_BLANKS_AND_BREAKS: Final = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*)+")
+_ENDS_OF_WORD: Final = " \t\r\n;&|()<>"
+_UNQUOTED: Final = re.compile(
+    rf"(?P<plain>[^{_ENDS_OF_WORD}'\"\\$`]+|[{_ENDS_OF_WORD}])|'(?P<single>[^']*)'|\\(?P<escaped>[^\n]?)"
+)
+_QUOTED: Final = re.compile(r'(?P<plain>[^"\\$`\n]+|\n|\\(?![$`"\\]))|\\(?P<escaped>[$`"\\])')
 _ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
 _NAME: Final = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
 _PARAMETER: Final = re.compile(
@@ -145,10 +152,9 @@ class _Reader:
 
     def read(self) -> None:
         while self._at < len(self._text):
-            if self._peek() in "\n;&|() \t\r":
+            self._skip(_BLANKS)
+            if self._peek() in "\n;&|()":  # or nothing, at the end
                 self._step()
-            elif self._peek() == "#":
-                self._skip_comment()
             elif match := _FUNCTION.match(self._text, self._at):
                 self._blocks.append(self._location().line)
                 self._step(match.end() - self._at)
@@ -175,20 +181,9 @@ class _Reader:
                 self._at = len(self._text) if match is None else match.end()
             self._documents = []
 
-    def _skip_comment(self) -> None:
-        stop = self._text.find("\n", self._at)
-        self._at = len(self._text) if stop < 0 else stop
-
-    def _skip_blanks(self, *, breaks: bool = False) -> None:
-        while self._at < len(self._text):
-            if self._peek() == "\\" and self._peek(1) == "\n":
-                self._step(2)
-            elif self._peek() in " \t\r" or (breaks and self._peek() == "\n"):
-                self._step()
-            elif self._peek() == "#":
-                self._skip_comment()
-            else:
-                return
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        match = pattern.match(self._text, self._at)
+        self._at = self._at if match is None else match.end()
 
     # --- statements ---
 
@@ -207,7 +202,7 @@ class _Reader:
                 words += self._word()
                 if len(words) == 1 and self._is_keyword(_text(words[0])):
                     words = []
-            self._skip_blanks()
+            self._skip(_BLANKS)
         if words and _text(words[0]) not in _DECLARING:
             self._command(words, assigned)
         else:
@@ -220,12 +215,12 @@ class _Reader:
             self._step(match.end() - self._at)
         elif match := _REDIRECTION.match(self._text, self._at):
             self._step(match.end() - self._at)
-            self._skip_blanks()
+            self._skip(_BLANKS)
             if self._at < len(self._text) and self._peek() not in "\n;|()":
                 self._word()
         else:
             return False
-        self._skip_blanks()
+        self._skip(_BLANKS)
         return True
 
     def _is_keyword(self, word: str | None) -> bool:
@@ -260,7 +255,7 @@ class _Reader:
         self._step()
         words: list[_Word] = []
         while True:
-            self._skip_blanks(breaks=True)
+            self._skip(_BLANKS_AND_BREAKS)
             if self._at >= len(self._text):
                 raise ScriptError("the list that begins here is not closed", opened)
             if self._peek() == ")":
@@ -306,72 +301,40 @@ class _Reader:
 
     # --- words ---
 
-    def _word(self, *, splits: bool = True) -> list[_Word]:
+    def _word(self, *, splits: bool = True, ends: str = _ENDS_OF_WORD) -> list[_Word]:
         """Read one word and expand it; it may become several."""
         words: list[list[_Piece]] = [[]]
-        start = self._at
-        while self._at < len(self._text) and self._peek() not in " \t\r\n;&|()<>":
-            char = self._peek()
-            if char == "'":
-                words[-1].append(self._single_quoted())
-            elif char == '"':
-                self._double_quoted(words, splits=splits)
-            elif char == "\\":
+        start, opened = self._at, None
+        while self._at < len(self._text) and (opened or self._peek() not in ends):
+            if self._text.startswith('"$@"', self._at) and not opened:  # no word at all without arguments
+                self._step(len('"$@"'))
+            elif self._peek() == '"':
+                opened = None if opened else self._location()
+                words[-1] += [] if opened is None else [_Piece("", is_quoted=True, location=opened)]
                 self._step()
-                if self._peek() == "\n":
-                    self._step()
+            elif self._peek() in "$`":
+                _add(words, self._expansion(is_quoted=opened is not None), splits=splits)
+            elif self._text.startswith("\\\n", self._at):
+                self._step(2)
+                if ends and not opened:
                     break
-                words[-1].append(_Piece(self._peek(), is_quoted=True, location=self._location()))
-                self._step()
-            elif char in "$`":
-                _add(words, self._expansion(is_quoted=False), splits=splits)
             else:
-                words[-1].append(self._plain(" \t\r\n;&|()<>'\"\\$`", is_quoted=False))
+                words[-1].append(self._literal(_QUOTED if opened else _UNQUOTED, is_quoted=opened is not None))
+        if opened:
+            raise ScriptError('the quote " that begins here is not closed', opened)
         if self._at == start:
             self._step()
         return [tuple(word) for word in words if word]
 
-    def _plain(self, ends: str, *, is_quoted: bool) -> _Piece:
-        start, location = self._at, self._location()
-        while self._at < len(self._text) and self._peek() not in ends:
-            self._at += 1
-        text = self._text[start : self._at]
-        return _Piece(text, is_quoted, location.part(0, len(text)))
-
-    def _single_quoted(self) -> _Piece:
-        opened = self._location()
-        stop = self._text.find("'", self._at + 1)
-        if stop < 0:
-            raise ScriptError("the quote ' that begins here is not closed", opened)
-        self._step()
-        location, text = self._location(), self._text[self._at : stop]
-        self._step(len(text) + 1)
-        return _Piece(text, is_quoted=True, location=location.part(0, len(text.split("\n")[0])))
-
-    def _double_quoted(self, words: list[list[_Piece]], *, splits: bool) -> None:
-        opened = self._location()
-        if self._text.startswith('"$@"', self._at):  # no word at all without arguments
-            self._step(len('"$@"'))
-            return
-        self._step()
-        words[-1].append(_Piece("", is_quoted=True, location=self._location()))
-        while self._at < len(self._text) and self._peek() != '"':
-            if self._peek() == "\\" and self._peek(1) == "\n":
-                self._step(2)
-            elif self._peek() == "\\" and self._peek(1) in '$`"\\':
-                self._step()
-                words[-1].append(_Piece(self._peek(), is_quoted=True, location=self._location()))
-                self._step()
-            elif self._peek() in "$`":
-                _add(words, self._expansion(is_quoted=True), splits=splits)
-            elif self._peek() in "\\\n":
-                words[-1].append(_Piece(self._peek(), is_quoted=True, location=self._location()))
-                self._step()
-            else:
-                words[-1].append(self._plain('"\\\n$`', is_quoted=True))
-        if self._at >= len(self._text):
-            raise ScriptError('the quote " that begins here is not closed', opened)
-        self._step()
+    def _literal(self, pattern: re.Pattern[str], *, is_quoted: bool) -> _Piece:
+        match = pattern.match(self._text, self._at)
+        if match is None:
+            raise ScriptError("the quote ' that begins here is not closed", self._location())
+        kind = str(match.lastgroup)
+        self._at = match.start(kind)
+        location = self._location().part(0, max(1, len(match[kind].partition("\n")[0])))
+        self._at = match.end()
+        return _Piece(match[kind], is_quoted or kind != "plain", location)
 
     # --- expansions ---
 
@@ -429,25 +392,20 @@ class _Reader:
             raise ScriptError("an expansion is nested too deeply", location)
         reader = _Reader(text, self._file, self._script, self._budget)
         reader._depth, reader._origin = self._depth + 1, location
-        pieces: list[_Piece] = []
-        while reader._at < len(text):
-            start = reader._at
-            pieces += [piece for word in reader._word(splits=False) for piece in word]
-            if text[start] in " \t\r\n;&|()<>":
-                pieces.append(_Piece(text[start], is_quoted=False, location=location))
-        return tuple(pieces)
+        return tuple(piece for word in reader._word(splits=False, ends="") for piece in word)
 
     def _arithmetic(self, text: str, location: Location) -> _Word:
-        numbers: dict[str, int] = {}
+        numbers = text
         for name in re.findall(r"(?<!\w)[A-Za-z_]\w*", text, re.ASCII):
             value = self._script.value(name)
-            if value is None or not re.fullmatch(r"-?\d{1,18}", value.strip(), re.ASCII):
+            if value is None or not re.fullmatch(r"\s*-?\d{1,18}\s*", value, re.ASCII):
                 return (_unknown(f"`$(({text}))`, since `{name}` is not known", location),)
-            numbers[name] = int(value)
-        result = evaluate(text, numbers)
-        if result is None:
+            numbers = re.sub(rf"\$\{{{name}\}}|\$?\b{name}\b", value, numbers)
+        try:
+            result = str(_evaluated(ast.parse(numbers.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return (_unknown(f"`$(({text}))`, which is not evaluated here", location),)
-        return (_Piece(str(result), is_quoted=False, location=location),)
+        return (_Piece(result, is_quoted=False, location=location),)
 
 
 def _closing(text: str, at: int) -> int:
@@ -523,18 +481,14 @@ def _arguments(word: _Word) -> Iterator[Argument]:
 
 
 def _argument(pieces: list[_Piece]) -> Argument:
-    text = _text(tuple(pieces))
-    unknown = next((piece for piece in pieces if piece.text is None), None)
+    text, texts = _text(tuple(pieces)), [piece.text or "" for piece in pieces]
+    unknown = [index for index, piece in enumerate(pieces) if piece.text is None]
     first = next((piece for piece in pieces if piece.text), pieces[0])
     is_one_line = all(piece.location.line == first.location.line for piece in pieces)
-    length = len(text) if text is not None and is_one_line else 1
-    start = end = ""
-    if unknown is not None:
-        start = "".join(piece.text or "" for piece in pieces[: pieces.index(unknown)])
-        last = max(index for index, piece in enumerate(pieces) if piece.text is None)
-        end = "".join(piece.text or "" for piece in pieces[last + 1 :])
-    why = next((piece.why for piece in pieces if piece.why), "") if unknown is None else unknown.why
-    return Argument(text, first.location.part(0, length), why, start, max(piece.block for piece in pieces), end)
+    location = first.location.part(0, len(text) if text is not None and is_one_line else 1)
+    start, end = ("".join(texts[: unknown[0]]), "".join(texts[unknown[-1] + 1 :])) if unknown else ("", "")
+    why = pieces[unknown[0]].why if unknown else next((piece.why for piece in pieces if piece.why), "")
+    return Argument(text, location, why, start, max(piece.block for piece in pieces), end)
 
 
 # --- numbers ---
@@ -549,33 +503,17 @@ _BINARY: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
 }
 
 
-def evaluate(text: str, numbers: Mapping[str, int]) -> int | None:
-    """Evaluate an arithmetic expression of ``+ - * / %`` and parentheses.
+def _evaluated(node: ast.expr) -> int:
+    """Return the value of ``+ - * / %`` of numbers; no part may be negative, as shells round quotients towards zero.
 
-    None for others, and for results that are negative or need more than 64 bits. Shells round quotients towards zero,
-    which is down without negative numbers.
+    Raises:
+        ValueError: It is another expression, or a part is negative or has more than 64 bits.
     """
-    plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text.strip(), flags=re.ASCII)
-    try:
-        result = _evaluated(ast.parse(plain, mode="eval").body, numbers)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, KeyError, MemoryError):
-        return None
-    return result if result >= 0 else None
-
-
-def _evaluated(node: ast.expr, numbers: Mapping[str, int]) -> int:
     match node:
-        case ast.Constant(value=int() as value):
-            return value
-        case ast.Name(id=name):
-            return numbers[name]
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            operands = _evaluated(left, numbers), _evaluated(right, numbers)
-            if min(operands) < 0:
-                raise ValueError("negative")
-            result = _BINARY[type(op)](*operands)
-            if result >= _MOST_NUMBER:
-                raise ValueError("more than 64 bits")
+        case ast.Constant(value=int() as result):
             return result
-        case _:
-            raise ValueError("not evaluated")
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            result = _BINARY[type(op)](_evaluated(left), _evaluated(right))
+            if 0 <= result < _MOST_NUMBER:
+                return result
+    raise ValueError("not evaluated")
