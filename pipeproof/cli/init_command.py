@@ -10,8 +10,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, echo, refusing_bad_plans, writable
-from pipeproof.cli.option_types import set_option
-from pipeproof.cli.plan_options import DeviceParam
+from pipeproof.cli.option_types import DEVICE, SCHEDULE, set_option
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -19,23 +18,6 @@ if TYPE_CHECKING:
     from pipeproof.verify.check_plan import Report
 
 _COUNT = click.IntRange(1, 2**20)
-
-
-class _Schedule(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
-    """A kind of schedule; the kinds are imported when one is given."""
-
-    name = "schedule"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the kind."""
-        from pipeproof.diagnostics.problems import nearest_name
-        from pipeproof.schedule.kinds import SCHEDULE_KINDS
-
-        if value not in SCHEDULE_KINDS:
-            near = nearest_name(value, SCHEDULE_KINDS)
-            fix = f"did you mean {near}?" if near else "`pipeproof schedule list` has them all"
-            self.fail(f"there is no schedule {value!r}; {fix}", param, ctx)
-        return str(value)
 
 
 _REQUIRED = ("model", "gpus", "pp", "global_batch")
@@ -46,14 +28,14 @@ _REQUIRED = ("model", "gpus", "pp", "global_batch")
               help="`small`, the name of a public model such as llama3-70b, a model's config.json, or a plan with the "
                    "model.")  # fmt: skip
 @click.option("--gpus", type=_COUNT, help="Number of devices.")
-@click.option("--device", type=DeviceParam(), help="The device; without it, a plan that runs on CPUs.")
+@click.option("--device", type=DEVICE, help="The device; without it, a plan that runs on CPUs.")
 @click.option("--framework", type=click.Choice(["megatron", "torch", "paddle"]),
               help="Framework that will train it; by default megatron with --device, paddle without it.")  # fmt: skip
 @click.option("--tp", type=_COUNT, help="Tensor-parallel ranks; 1 without it.")
 @click.option("--cp", type=_COUNT, help="Context-parallel ranks; 1 without it.")
 @click.option("--ep", type=_COUNT, help="Expert-parallel ranks; 1 without it.")
 @click.option("--pp", type=_COUNT, help="Pipeline ranks; data-parallel ranks are what the other axes leave.")
-@click.option("--schedule", type=_Schedule(), metavar="SCHEDULE",
+@click.option("--schedule", type=SCHEDULE, metavar="SCHEDULE",
               help="Kind of schedule; 1f1b without it. `pipeproof schedule list` has them all.")  # fmt: skip
 @click.option("-v", "--chunks", type=click.IntRange(1, 1000),
               help="Stages on each rank; without it, the fewest that the schedule allows.")  # fmt: skip

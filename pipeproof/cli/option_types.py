@@ -1,13 +1,16 @@
-"""Types of arguments and options that several commands share: paths, and ``--set``."""
+"""Types of arguments and options that several commands share: paths, names, and ``--set``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from pipeproof.diagnostics.problems import KeyPath
 
 _PLAN_SUFFIXES = (".yaml", ".yml", ".json")
@@ -27,6 +30,56 @@ class GivenPath(click.Path):
 
 PLACE = GivenPath(path_type=Path)
 """A file or a directory that may exist or not."""
+
+
+class LazyChoice(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
+    """One of the names that ``names`` returns when an option is used: they are not imported before."""
+
+    def __init__(self, name: str, names: Callable[[], Sequence[str]]) -> None:
+        self.name, self._names = name, names
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the names that begin so."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name; for an unknown one, the error names the nearest."""
+        from pipeproof.diagnostics.problems import nearest_name
+
+        names = self._names()
+        if value in names:
+            return str(value)
+        near = nearest_name(str(value), names)
+        fix = f"; did you mean {near!r}?" if near else ""
+        raise click.BadParameter(f"{value!r} is none of {', '.join(names)}{fix}", ctx, param)
+
+
+def _kinds() -> Sequence[str]:
+    from pipeproof.interop.importers.import_kinds import KINDS
+
+    return tuple(KINDS)
+
+
+def _devices() -> Sequence[str]:
+    from pipeproof.specs.cost import DeviceName
+
+    return get_args(DeviceName)
+
+
+def _schedules() -> Sequence[str]:
+    from pipeproof.schedule.kinds import SCHEDULE_KINDS
+
+    return tuple(SCHEDULE_KINDS)
+
+
+IMPORT_KIND = LazyChoice("choice", _kinds)
+"""A kind of another tool's file."""
+DEVICE = LazyChoice("device", _devices)
+"""A device with a data sheet."""
+SCHEDULE = LazyChoice("schedule", _schedules)
+"""A kind of schedule."""
 
 
 def is_plan(path: Path) -> bool:

@@ -7,16 +7,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from pipeproof.cli.console import echo, require_separate_outputs
-from pipeproof.cli.option_types import set_option
+from pipeproof.cli.option_types import DEVICE, IMPORT_KIND, set_option
 
 if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
     from pipeproof.cli.file_kinds import FileKind
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.interop.importers.imported import Flags, Imported
@@ -25,46 +23,6 @@ if TYPE_CHECKING:
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-class KindName(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
-    """A name of ``pipeproof.interop.importers.import_kinds.KINDS``, which is imported on use."""
-
-    name = "choice"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the names that begin so."""
-        from click.shell_completion import CompletionItem
-
-        from pipeproof.interop.importers.import_kinds import KINDS
-
-        return [CompletionItem(kind) for kind in KINDS if kind.startswith(incomplete)]
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name of an existing kind."""
-        from pipeproof.diagnostics.problems import nearest_name
-        from pipeproof.interop.importers.import_kinds import KINDS
-
-        if value in KINDS:
-            return str(value)
-        near = nearest_name(str(value), KINDS)
-        fix = f"; did you mean {near!r}?" if near else ""
-        raise click.BadParameter(f"{value!r} is none of {', '.join(KINDS)}{fix}", ctx, param)
-
-
-class DeviceParam(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
-    """A name of ``pipeproof.specs.cost.DeviceName``, which is imported on use."""
-
-    name = "device"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name of a device with a data sheet."""
-        from pipeproof.specs.cost import DeviceName
-
-        devices = get_args(DeviceName)
-        if value not in devices:
-            raise click.BadParameter(f"{value!r} is none of {', '.join(devices)}", ctx, param)
-        return str(value)
 
 
 def import_options(command: _Command) -> _Command:
@@ -228,12 +186,12 @@ def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Call
 
         if device:
             wrapped = click.option(
-                "--device", "imported_device", type=DeviceParam(),
+                "--device", "imported_device", type=DEVICE,
                 help="For imported files: compute times for this device (`cost.analytic`).",
             )(wrapped)  # fmt: skip
         wrapped = import_options(wrapped)
         return click.option(
-            "--from", "kind", metavar="KIND", type=KindName(),
+            "--from", "kind", metavar="KIND", type=IMPORT_KIND,
             help="Kind of another tool's file, if not recognised; `docs/importing.md` lists the kinds.",
         )(wrapped)  # fmt: skip
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, writable
-from pipeproof.cli.plan_options import DeviceParam, PlanSource, plan_options
+from pipeproof.cli.option_types import DEVICE
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
@@ -43,7 +44,7 @@ def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option("--gpus", type=click.IntRange(1, 2**20),
               help="Number of devices; the mesh, the cut and the memory settings are searched, too. Without it: only "
                    "schedules, chunks and micro-batches on the ranks of the plan.")  # fmt: skip
-@click.option("--device", type=DeviceParam(), help="The device; default: `cost.analytic` of the plan.")
+@click.option("--device", type=DEVICE, help="The device; default: `cost.analytic` of the plan.")
 @click.option("--memory-gib", type=click.FloatRange(0, 2**20, min_open=True),
               help="Memory of a device in GiB; default with --gpus: its data sheet.")  # fmt: skip
 @click.option("--global-batch", type=click.IntRange(1, 10**9),

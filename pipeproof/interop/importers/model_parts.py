@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.interop.importers.plan_builder import PlanBuilder, count
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.specs.model import ModelSpec
 
 _GPT = {"norm": "layer", "positions": "learned", "biases": "all"}
@@ -97,7 +97,7 @@ def take_parts(plan: PlanBuilder, values: Mapping[str, tuple[Any, Location | Non
     if kind in _TIED and "tie_word_embeddings" not in values:
         plan.set(("model", "tied_embedding"), value=True, setting=f"model_type {kind}", location=location)
     if kind == "gpt2" and ("model", "hidden_size") in plan:
-        plan.set(("model", "ffn_size"), 4 * count(plan, "model", "hidden_size"), f"model_type {kind}", location)
+        plan.set(("model", "ffn_size"), 4 * plan.number("model", "hidden_size"), f"model_type {kind}", location)
     if kind in ("gpt", "gpt2", "starcoder2"):
         name = "activation_function" if "activation_function" in values else "hidden_act"
         _take_activation(plan, str(kind), name, *values.get(name, ("gelu_new", location)))
@@ -120,7 +120,7 @@ def _name_other_positions(plan: PlanBuilder, values: Mapping[str, tuple[Any, Loc
     every = [settings, *(one for each in kinds.values() for one in each)]
     window, length = settings.get("sliding_window"), settings.get("max_position_embeddings")
     is_whole = not window or settings.get("use_sliding_window") is False
-    last = (None, -1, count(plan, "model", "num_layers") - 1)
+    last = (None, -1, plan.number("model", "num_layers") - 1)
     reasons = {
         name: "positions are not scaled here"
         for name, each in kinds.items()

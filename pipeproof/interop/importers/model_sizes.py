@@ -117,7 +117,7 @@ def assume_model(plan: PlanBuilder, num_stages: int) -> None:
     if plan.flags.model_config is not None:
         read_model_config(plan, plan.flags.model_config)
     why = "not in the files (`--model-config`); small, and divides over the ranks"
-    tp, cp, ep = (plan.number("topology", axis, default=1) for axis in ("tp", "cp", "ep"))
+    tp, cp, ep = (plan.number("topology", axis) for axis in ("tp", "cp", "ep"))
     num_empty = sum(plan.number("model", "empty_layers", end, default=0) for end in ("head", "tail"))
     heads = plan.number("model", "num_heads", default=4 if 4 % tp == 0 else tp)
     plan.set(("model", "kind"), "gpt", "the family of the model")

@@ -74,10 +74,10 @@ class PlanBuilder:
         """Return the value at a path of plan keys, or ``default``."""
         return self._values.get(path, default)
 
-    def number(self, *path: str | int, default: int) -> int:
+    def number(self, *path: str | int, default: int = 1) -> int:
         """Return the integer at a path if it is a valid size or count; else ``default``.
 
-        Other values of the command line are refused with the plan.
+        Other values are refused, with their key, when the plan is validated.
         """
         value = self._values.get(path)
         return value if type(value) is int and 1 <= value <= MAX_NUMBER else default
@@ -142,15 +142,6 @@ class PlanBuilder:
                 section = section.setdefault(str(part), {})
             section[str(path[-1])] = value
         return plan
-
-
-def count(plan: PlanBuilder, *path: str, default: int = 1) -> int:
-    """Return the count at a path of plan keys; ``default`` if there is no valid count.
-
-    An invalid count is refused, with its key, when the plan is validated.
-    """
-    value = plan.get(*path)
-    return value if type(value) is int and value > 0 else default
 
 
 def stages_of(sizes: Sequence[int], num_mtp: int = 0, *, reads_normed: bool = False) -> list[list[str]]:

@@ -23,7 +23,7 @@ from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import assume_model
 from pipeproof.interop.importers.names import other_parts
-from pipeproof.interop.importers.plan_builder import MAX_LAYERS, MAX_NUMBER, PlanBuilder, count, misspelt, stages_of
+from pipeproof.interop.importers.plan_builder import MAX_LAYERS, MAX_NUMBER, PlanBuilder, misspelt, stages_of
 from pipeproof.interop.importers.tree import Placed, Tree, Unknown, read_toml
 
 _SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
@@ -205,7 +205,7 @@ class _Job:
 
     def _degree(self, name: str, axis: str) -> int:
         if ("topology", axis) in self.plan:
-            return count(self.plan, "topology", axis)
+            return self.plan.number("topology", axis)
         path = self._path(name)
         value = self.number(*path, default=1)
         if self.placed(*path) is not None:
@@ -214,7 +214,7 @@ class _Job:
 
     def _data_parallel(self, pp: int, tp: int, ep: int) -> None:
         """Set ``dp``: replicas times shards; ep is a part of the shards there, and a separate axis here."""
-        plan, cp = self.plan, count(self.plan, "topology", "cp")
+        plan, cp = self.plan, self.plan.number("topology", "cp")
         path = self._path("data_parallel_shard_degree")
         shard = self.number(*path, default=-1, at_least=-1)
         replicas = self.number(*self._path("data_parallel_replicate_degree"), default=1)
@@ -266,7 +266,7 @@ class _Job:
         if pp > 1 and parts:
             chunks = max(len(parts) // pp, 1)
         elif pp > 1 and self.placed(*per_stage) is not None and ("model", "num_layers") in self.plan:
-            layers = count(self.plan, "model", "num_layers") + sum(self._weights())
+            layers = self.plan.number("model", "num_layers") + sum(self._weights())
             chunks = max(-(-layers // self.number(*per_stage, default=1)) // pp, 1)
         if chunks > 1:
             self._take(name, ("schedule", "num_chunks"), chunks)
@@ -285,7 +285,7 @@ class _Job:
         kind = str(self.value("model", "name", default=""))
         take_parts_of_type(self.plan, kind, "name", self.location("model", "name"))
         self._find_other_parts(kind)
-        if self.plan.flags.model_config is None and count(self.plan, "topology", "pp") > 1:
+        if self.plan.flags.model_config is None and self.plan.number("topology", "pp") > 1:
             blocks = {module for part in self._parts() for module in self._named(part) if module.startswith("layer.")}
             if blocks:
                 self._take(_MODULES, ("model", "num_layers"), len(blocks))
@@ -318,7 +318,7 @@ class _Job:
         if parts:
             self._take(_MODULES, ("stages",), [self._named(part) for part in parts])
             return
-        num_layers = count(self.plan, "model", "num_layers")
+        num_layers = self.plan.number("model", "num_layers")
         if num_layers > MAX_LAYERS or num_stages > MAX_LAYERS:
             message = f"{num_layers} layers in {num_stages} stages are more than a plan can have"
             raise self.refused(message, *self._path("pipeline_parallel_degree"))
@@ -389,7 +389,7 @@ class _Job:
 
     def _require_micro_batches(self, num_stages: int) -> None:
         """Refuse fewer micro-batches than stages, as ``PipelineScheduleSingle``; schedule files may have fewer."""
-        num_micro_batches = count(self.plan, "schedule", "num_micro_batches")
+        num_micro_batches = self.plan.number("schedule", "num_micro_batches")
         if num_micro_batches < num_stages:
             path = self._local()
             fix = f"raise `{path[1]}`, or lower `pipeline_parallel_microbatch_size`"

@@ -25,7 +25,7 @@ from pipeproof.interop.importers.megatron.flags import (
     concerns_parallelism,
 )
 from pipeproof.interop.importers.names import plain
-from pipeproof.interop.importers.plan_builder import count, misspelt
+from pipeproof.interop.importers.plan_builder import misspelt
 from pipeproof.interop.importers.tools.tool import Tool
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -98,7 +98,7 @@ def check_contradictions(reader: FlagReader) -> None:
         PlanFileError: PP171.
     """
     has, is_sharded = reader.has, bool(reader.plan.get("topology", "sequence_parallel"))
-    tp, cp = (count(reader.plan, "topology", axis) for axis in ("tp", "cp"))
+    tp, cp = (reader.plan.number("topology", axis) for axis in ("tp", "cp"))
     length = reader.number("--seq-length")
     selective = _ACTIVATIONS if has(_ACTIVATIONS) else f"{_GRANULARITY} selective"
     is_selective = has(_ACTIVATIONS) or reader.text(_GRANULARITY) == "selective"

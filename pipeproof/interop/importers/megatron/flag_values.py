@@ -16,7 +16,7 @@ from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE, unread
 from pipeproof.interop.importers.imported import IgnoredSetting
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, PLAN_KEYS, concerns_parallelism
 from pipeproof.interop.importers.megatron.launch_script import BLOCKS, READ, Argument, Script, ScriptError, read_script
-from pipeproof.interop.importers.plan_builder import PlanBuilder, count
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class FlagReader:
         """
         key = PLAN_KEYS[flag]
         if key in self.plan:
-            return count(self.plan, *map(str, key))
+            return self.plan.number(*map(str, key))
         setting = self.setting(flag)
         if setting is not None and setting.values and setting.value is None:
             fix = f"give it with `--set {dotted(key)}=N`"

@@ -27,7 +27,7 @@ from pipeproof.interop.importers.megatron.memory_flags import (
 )
 from pipeproof.interop.importers.megatron.model_flags import UnknownDepthError, dispatcher_of, import_model
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
-from pipeproof.interop.importers.plan_builder import PlanBuilder, count
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.interop.importers.tools.tool import MEGATRON_LM, Tool
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -78,7 +78,7 @@ def _import(reader: FlagReader, tool: Tool) -> None:
     check_contradictions(reader)
     import_model(reader, tp=tp, pp=pp)
     num_mtp = _mtp_modules(reader, tool)
-    num_layers = count(plan, "model", "num_layers")
+    num_layers = plan.number("model", "num_layers")
     num_chunks = import_stages(reader, num_layers=num_layers, num_mtp=num_mtp, pp=pp)
     _import_schedule(reader, pp, num_chunks)
     _check_expert_overlap(reader, pp, num_chunks, num_mtp)
@@ -108,7 +108,7 @@ def _mtp_modules(reader: FlagReader, tool: Tool) -> int:
             reader.ignore("--mtp-loss-scaling-factor", "a loss without weight has one here")
         reader.put("--mtp-loss-scaling-factor", weight or 0.1)
         reader.take(flag, ("model", "mtp", "magic_send"), value=True)
-    number = count(reader.plan, "model", "mtp", "num_modules", default=0)
+    number = reader.plan.number("model", "mtp", "num_modules", default=0)
     reads = ("model", "mtp", "reads")
     if number and tool.unnormed_modules is None:
         reader.plan.set(reads, "after_norm", "a training of Megatron-LM", reader.location(flag))
@@ -161,7 +161,7 @@ def _import_expert_overlap(reader: FlagReader) -> None:
     """Set the overlap of pairs, where the plan has all-to-alls of experts."""
     if not reader.has(_OVERLAP):
         return
-    if count(reader.plan, "topology", "ep") == 1:
+    if reader.plan.number("topology", "ep") == 1:
         reader.plan.ignore(_OVERLAP, "the plan has no expert-parallel ranks", reader.location(_OVERLAP))
         return
     reader.take(_OVERLAP, ("schedule", "overlap"), "pairs")
@@ -184,10 +184,10 @@ def _import_gathers(reader: FlagReader) -> None:
 def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -> int:
     """Return the number of ranks with their own micro-batches (dp and ep here), from the processes; or assumed."""
     plan = reader.plan
-    ep, cp = reader.given_degree(_EP) or 1, count(plan, "topology", "cp")
+    ep, cp = reader.given_degree(_EP) or 1, plan.number("topology", "cp")
     expert_tp = reader.number(_ETP) or tp
     if ("topology", "dp") in plan:
-        return count(plan, "topology", "dp") * _expert_parallel(reader, ep, expert_tp, ep, tp)
+        return plan.number("topology", "dp") * _expert_parallel(reader, ep, expert_tp, ep, tp)
     is_set = ("topology", "ep") in plan
     fewest = lcm(tp * pp * cp * (ep if is_set else 1), expert_tp * ep * pp)
     num_processes = plan.flags.world_size or arguments.world_size or _launched(arguments, fewest)
@@ -315,9 +315,9 @@ def _import_transport(reader: FlagReader) -> None:
     elif reader.has(flag):
         for key in directions:
             reader.take(flag, key, "partial")
-    pp, batched = count(reader.plan, "topology", "pp"), "--no-overlap-p2p-communication"
+    pp, batched = reader.plan.number("topology", "pp"), "--no-overlap-p2p-communication"
     if pp > 1:
-        is_unbatched = pp > 2 and count(reader.plan, "schedule", "num_chunks") > 1 and not reader.has(batched)
+        is_unbatched = pp > 2 and reader.plan.number("schedule", "num_chunks") > 1 and not reader.has(batched)
         connections = "per_pair" if is_unbatched else "lazy"
         reader.plan.set(("transport", "connections"), connections, f"{'no ' * is_unbatched}{batched}")
         if reader.has("--variable-seq-lengths"):
@@ -348,7 +348,7 @@ def import_batches(reader: FlagReader, data_parallel: int, num_chunks: int) -> N
         plan.assume(("schedule", "micro_batch_size"), 1, why)
     else:
         reader.put(_SIZE, size)
-    sequences = count(plan, "schedule", "micro_batch_size") * data_parallel
+    sequences = plan.number("schedule", "micro_batch_size") * data_parallel
     key = ("schedule", "num_micro_batches")
     batches = _scheduled(reader)
     flag = _STEPS if batches else _TOTAL
@@ -359,7 +359,7 @@ def import_batches(reader: FlagReader, data_parallel: int, num_chunks: int) -> N
             plan.set(key, 1, f"no {_TOTAL}: one micro-batch for each data-parallel rank")
         else:
             why = f"the value of {_TOTAL} is {setting.why}"
-            plan.assume(key, 2 * count(plan, "topology", "pp"), why, setting.location)
+            plan.assume(key, 2 * plan.number("topology", "pp"), why, setting.location)
         return
     if reader.has(_LOWER) and total >= sequences:
         total -= total % sequences
@@ -401,9 +401,9 @@ def _number(digits: str, unit: str) -> int:
 def _note_other_steps(reader: FlagReader, batches: tuple[int, ...], sequences: int, num_chunks: int) -> None:
     """List the steps with other batches, and refuse steps without an interleaved schedule."""
     plan = reader.plan
-    checked = f"steps of {count(plan, 'schedule', 'num_micro_batches')} micro-batches are checked"
+    checked = f"steps of {plan.number('schedule', 'num_micro_batches')} micro-batches are checked"
     others = [size // sequences for size in batches[:-1] if size % sequences == 0]
-    pp = count(plan, "topology", "pp")
+    pp = plan.number("topology", "pp")
     least = min(others, default=pp)
     if num_chunks > 1 and least < pp:
         message = f"{least} micro-batches in the first steps, where interleaved stages need {pp}, the pipeline ranks"

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Final, cast, get_args
 
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
-from pipeproof.interop.importers.plan_builder import count
 from pipeproof.specs.cost import MatmulDtype
 from pipeproof.specs.memory import RecomputeModule
 
@@ -68,9 +67,9 @@ def _import_offload(reader: FlagReader) -> None:
     if not number:
         return
     conditions = (
-        (count(reader.plan, "topology", "pp") > 1, "there are several pipeline ranks"),
+        (reader.plan.number("topology", "pp") > 1, "there are several pipeline ranks"),
         (reader.has("--recompute-granularity"), "--recompute-granularity is given"),
-        (number >= count(reader.plan, "model", "num_layers"), "not all blocks can be offloaded"),
+        (number >= reader.plan.number("model", "num_layers"), "not all blocks can be offloaded"),
     )
     for is_refused, why in conditions:
         if is_refused:
@@ -101,7 +100,7 @@ def _import_execution(reader: FlagReader) -> None:
     plan = reader.plan
     if reader.has(_TP_OVERLAP) and plan.get("topology", "sequence_parallel"):
         reader.take_for_device(_TP_OVERLAP, ("cost", "analytic", "overlap"), ["tp"])
-    elif count(plan, "topology", "tp") > 1:
+    elif plan.number("topology", "tp") > 1:
         plan.set_for_device(("cost", "analytic", "overlap"), ["tp_backward"], "Megatron-LM overlaps them always")
     dispatcher = "--moe-token-dispatcher-type"
     if reader.text(dispatcher) == "flex":

@@ -17,7 +17,7 @@ from pipeproof.interop.importers.megatron.flags import PLAN_KEYS
 from pipeproof.interop.importers.megatron.layer_frequency import MAX_ITEMS, FrequencyError, layer_pattern
 from pipeproof.interop.importers.model_parts import LLAMA, NO_BIAS, NORM, POSITIONS, QK_NORM, QKV_BIAS
 from pipeproof.interop.importers.model_sizes import read_model_config
-from pipeproof.interop.importers.plan_builder import PlanBuilder, count
+from pipeproof.interop.importers.plan_builder import PlanBuilder
 
 _ASSUMED_VOCABULARY = 32768
 _DROPOUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -42,7 +42,7 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
     hidden = _size(reader, config, "--hidden-size", 128 * lcm(32, tp))
     heads = _size(reader, config, "--num-attention-heads", lcm(max(hidden // 128, 1), tp))
     _size(reader, config, "--num-layers", 4)
-    _size(reader, config, "--seq-length", lcm(4096, 2 * tp * count(plan, "topology", "cp")))
+    _size(reader, config, "--seq-length", lcm(4096, 2 * tp * plan.number("topology", "cp")))
     _ffn(reader, config, hidden)
     _vocabulary(reader, config, tp)
     if ("model", "compressed_attention") in config:
@@ -145,7 +145,7 @@ def _size(reader: FlagReader, config: PlanBuilder, flag: str, default: int) -> i
         reader.plan.set(key, config.get(*key), f"{key[-1]} of the model's configuration")
     else:
         reader.plan.assume(key, default, _why(reader, flag), reader.location(flag))
-    return count(reader.plan, *map(str, key))
+    return reader.plan.number(*map(str, key))
 
 
 def _require_layers(reader: FlagReader, config: PlanBuilder, pp: int) -> None:
@@ -230,7 +230,7 @@ def import_experts(reader: FlagReader) -> None:
     else:
         reader.put(flag, experts)
     reader.put("--moe-router-topk", reader.number("--moe-router-topk") or 2)
-    inner = reader.number("--moe-ffn-hidden-size") or count(plan, "model", "ffn_size")
+    inner = reader.number("--moe-ffn-hidden-size") or plan.number("model", "ffn_size")
     reader.put("--moe-ffn-hidden-size", inner)
     flag = "--moe-shared-expert-intermediate-size"
     shared = reader.number(flag, at_least=0)
@@ -277,7 +277,7 @@ def dispatcher_of(reader: FlagReader) -> str | None:
 
 def _dense_layers(reader: FlagReader) -> None:
     """``--moe-layer-freq``: the blocks with experts; a plan has those after its first few blocks."""
-    flag, num_layers = "--moe-layer-freq", count(reader.plan, "model", "num_layers")
+    flag, num_layers = "--moe-layer-freq", reader.plan.number("model", "num_layers")
     setting, text = reader.setting(flag), reader.text(flag)
     if setting is None or text is None:
         return
@@ -345,7 +345,7 @@ def _positions(reader: FlagReader, *, is_latent: bool) -> None:
         return
     _default(reader, "positions", "learned", POSITIONS)
     flag = "--max-position-embeddings"
-    rows, length = reader.number(flag), count(plan, "model", "seq_length")
+    rows, length = reader.number(flag), plan.number("model", "seq_length")
     if rows is not None and rows != length:
         reader.ignore(flag, f"the table has a row for each of {length} positions here")
 

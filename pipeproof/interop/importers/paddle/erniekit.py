@@ -27,7 +27,7 @@ from pipeproof.interop.importers.paddle.training_arguments import (
     is_old,
 )
 from pipeproof.interop.importers.paddle.training_file import Settings, read_settings
-from pipeproof.interop.importers.plan_builder import PlanBuilder, count, misspelt
+from pipeproof.interop.importers.plan_builder import PlanBuilder, misspelt
 
 _STAGES: Final = ("SFT", "PT", "DPO", "VL-SFT", "OCR-VL-SFT")
 _STOPPING: Final = ("SFT", "PT", "DPO")
@@ -143,7 +143,7 @@ def _cut(settings: Settings, job: FleetJob, plan: PlanBuilder, stage: str, tail:
 
     Models with images, and models with PyTorch's weights (``-PT``), have the blocks divided, or are refused.
     """
-    layers, name = count(plan, "model", "num_layers", default=0), settings.text("model_name_or_path")
+    layers, name = plan.number("model", "num_layers", default=0), settings.text("model_name_or_path")
     by_blocks = job.cut is None or job.cut.by_default or job.cut.value == _BY_BLOCKS
     of_torch = name is not None and name.value.rstrip("/").endswith("-PT")
     if stage in _STOPPING and by_blocks and layers and not of_torch and (layers + tail) % job.pp.value:

@@ -34,7 +34,7 @@ def lay_out(job: FleetJob, plan: PlanBuilder) -> None:
     _transport(job, plan)
     _layers(job, plan)
     _set_length(job, plan)
-    assume_model(plan, job.pp.value * plan.number("schedule", "num_chunks", default=1))
+    assume_model(plan, job.pp.value * plan.number("schedule", "num_chunks"))
     _partial_send_findings(job, plan)
 
 
@@ -211,10 +211,10 @@ def _partial_send_findings(job: FleetJob, plan: PlanBuilder) -> None:
 
 def _divides(plan: PlanBuilder) -> bool:
     """Return True if Fleet would split boundary tensors: a rank's elements under sequence parallelism divide by tp."""
-    tp, cp = (plan.number("topology", axis, default=1) for axis in ("tp", "cp"))
-    elements = plan.number("model", "seq_length", default=1) // (tp * cp)
-    elements *= plan.number("schedule", "micro_batch_size", default=1)
-    elements *= plan.number("model", "hidden_size", default=1)
+    tp, cp = (plan.number("topology", axis) for axis in ("tp", "cp"))
+    elements = plan.number("model", "seq_length") // (tp * cp)
+    elements *= plan.number("schedule", "micro_batch_size")
+    elements *= plan.number("model", "hidden_size")
     if not plan.get("model", "mtp", "magic_send", default=False):
         elements *= 1 + plan.number("model", "mtp", "num_modules", default=0)
     return elements % tp == 0
@@ -257,7 +257,7 @@ def _cut(cut: SourcedValue[str], stages: Location | None, plan: PlanBuilder) -> 
 def _set_length(job: FleetJob, plan: PlanBuilder) -> None:
     sequence = job.sequence
     if sequence is not None:
-        divisor = plan.number("topology", "cp", default=1) * plan.number("topology", "tp", default=1)
+        divisor = plan.number("topology", "cp") * plan.number("topology", "tp")
         fitting = sequence.value - sequence.value % divisor
         if fitting in (sequence.value, 0):
             _put(plan, ("model", "seq_length"), sequence)
