@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 @click.option("--ignore", multiple=True, metavar="CODES", help="Skip these rules; the result then has no certificate.")
 @click.option("--strict", is_flag=True, help="Fail on warnings, too.")
 @click.option("--all", "everything", is_flag=True, help="Show every finding of each code, in full.")
-@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
-              help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def check(
     files: tuple[Path, ...],
     source: PlanSource,
@@ -58,7 +56,6 @@ def check(
     ignore: tuple[str, ...],
     strict: bool,
     everything: bool,
-    color: str,
 ) -> None:
     """Prove that communication is correct, or report where it is wrong.
 
@@ -92,11 +89,11 @@ def check(
     if source.kind is not None:
         tasks = [(files, partial(_check_imported, source.kind, files, source.flags, selection))]
     with (
-        refusing_bad_plans(form, files[0], color), _without_garbage_collection(),
+        refusing_bad_plans(form, files[0]), _without_garbage_collection(),
         showing_progress("checking") as on_progress,
     ):  # fmt: skip
         results = run_checks(tasks, on_progress)
-    sys.exit(show_all(results, form, partial(console_for, color=color), strict=strict, everything=everything))
+    sys.exit(show_all(results, form, console_for, strict=strict, everything=everything))
 
 
 class _Kind(StrEnum):

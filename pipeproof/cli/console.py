@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -101,21 +102,19 @@ def not_nan(context: click.Context, parameter: click.Parameter, value: float) ->
     return value
 
 
-def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
-    """Return the console of standard output or error; ``color`` is ``auto``, ``always`` or ``never``."""
+def console_for(*, stderr: bool = False) -> Console:
+    """Return the console of standard output or error."""
     from pipeproof.cli.wrapping_console import WrappingConsole
 
     class _Console(WrappingConsole):
         def on_broken_pipe(self) -> None:
             output_closed()
 
-    if color == "always":  # the option overrides NO_COLOR and a terminal without colours
-        return _Console(stderr=stderr, highlight=False, force_terminal=True, no_color=False, color_system="standard")
-    return _Console(stderr=stderr, highlight=False, no_color=True if color == "never" else None)
+    return _Console(stderr=stderr, highlight=False)
 
 
 @contextmanager
-def refusing_bad_plans(form: Form, file: Path, color: str = "auto", noted: Sequence[Path] = ()) -> Iterator[None]:
+def refusing_bad_plans(form: Form, file: Path, noted: Sequence[Path] = ()) -> Iterator[None]:
     """Print the findings of a refused plan, not a traceback, and exit with its status.
 
     Note which command reads the file, or one of the others that were given.
@@ -126,7 +125,7 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto", noted: Seque
         from pipeproof.cli.check_report import show_refusal
 
         status = ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED
-        show_refusal(error, form, file, status, lambda: console_for(stderr=True, color=color))
+        show_refusal(error, form, file, status, partial(console_for, stderr=True))
         if status is ExitStatus.BAD_INPUT:
             for path in dict.fromkeys((*noted, file)):
                 note_kind(path)

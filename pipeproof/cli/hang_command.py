@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -58,17 +56,10 @@ def job() -> None:
     default=None,
     help="Seconds after which --follow ends, with status 0.",
 )
-@click.option(
-    "--on-hang",
-    metavar="COMMAND",
-    help="Shell command that --follow runs at a hang; it gets PIPEPROOF_CAUSES (ranks) and PIPEPROOF_KIND.",
-)
 @format_option()
-@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
-              help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
     directory: Path | None, ras: str | None, stacks: Path | None, follow: bool, patience_s: float, slow_s: float,
-    timeout_s: float | None, on_hang: str | None, form: Literal["text", "json"], color: str,
+    timeout_s: float | None, form: Literal["text", "json"],
 ) -> None:  # fmt: skip
     """Report which rank is the cause of a hang, and what the others wait for.
 
@@ -76,23 +67,22 @@ def hang(
     also in one directory per host); Flight Recorder dumps (pickle or JSON); dumps of py-spy. The name of a dump ends
     with the rank. The output lists mismatches, operations that were never issued, and the cycle of waits.
     """
-    for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
-        if value is not None and not follow:
-            raise click.UsageError(f"{name} needs --follow")
+    if timeout_s is not None and not follow:
+        raise click.UsageError("--duration needs --follow")
     if (directory is None) == (ras is None):
         raise click.UsageError("name either a directory DIR or --ras HOST")
-    output = _Output(on_hang, stacks, form, color)
+    output = _Output(stacks, form)
     if ras is not None:
-        with refusing_bad_plans(form, Path(ras), color):
+        with refusing_bad_plans(form, Path(ras)):
             _from_ras(ras, follow, patience_s, timeout_s, output)
     assert directory is not None
-    with refusing_bad_plans(form, directory, color):
+    with refusing_bad_plans(form, directory):
         from pipeproof.exec.monitor.job import ring_files
         from pipeproof.interop.hang.py_spy import stack_files
 
         if not follow and not ring_files(directory):
             if stacks is None and stack_files(directory):
-                _from_stacks(directory, form, color)
+                _from_stacks(directory, form)
             _from_dumps(directory, output)
         _from_rings(directory, follow, (patience_s, slow_s, timeout_s), output)
 
@@ -111,7 +101,7 @@ def _from_dumps(directory: Path, output: _Output) -> NoReturn:
     else:
         from pipeproof.diagnostics.text_output import render_text
 
-        console = console_for(color=output.color)
+        console = console_for()
         render_text(report.findings, None, console=console)
         for line in (*report.lines(), *rank_stacks.lines(sorted(rank_stacks.stacks))):
             console.print(line, markup=False, soft_wrap=True)
@@ -121,7 +111,7 @@ def _from_dumps(directory: Path, output: _Output) -> NoReturn:
     sys.exit(ExitStatus.FAILED if failed else ExitStatus.OK)
 
 
-def _from_stacks(directory: Path, form: Literal["text", "json"], color: str) -> NoReturn:
+def _from_stacks(directory: Path, form: Literal["text", "json"]) -> NoReturn:
     from pipeproof.exec.monitor.verdict import RankStacks
     from pipeproof.interop.hang.py_spy import read_stacks
 
@@ -134,7 +124,7 @@ def _from_stacks(directory: Path, form: Literal["text", "json"], color: str) -> 
         }
         click.echo(json.dumps(report, indent=2))
     else:
-        console = console_for(color=color)
+        console = console_for()
         for line in (*rank_stacks.lines(sorted(rank_stacks.stacks)), rank_stacks.comparison()):
             console.print(line, markup=False, soft_wrap=True)
     sys.exit(ExitStatus.OK)
@@ -175,10 +165,8 @@ def _from_rings(directory: Path, follows: bool, limits: tuple[float, float, floa
 class _Output:
     """Options of the output, and the last printed text."""
 
-    on_hang: str | None
     stacks: Path | None
     form: Literal["text", "json"]
-    color: str
     is_slow: bool = False
 
     def report(self, verdict: Verdict | None, job: JobNow | None) -> None:
@@ -193,11 +181,11 @@ class _Output:
         self.is_slow = is_slow
 
     def end(self, result: tuple[Verdict, JobNow | None] | None) -> NoReturn:
-        """Print the last verdict, run the command of a hang, and exit with the status."""
+        """Print the last verdict, and exit with the status."""
         from pipeproof.exec.monitor.verdict import FAILURES
 
         if result is None:
-            console_for(stderr=True, color=self.color).print("no hang in that time")
+            console_for(stderr=True).print("no hang in that time")
             sys.exit(ExitStatus.OK)
         verdict, job = result
         if verdict.status in FAILURES:
@@ -206,14 +194,7 @@ class _Output:
             click.echo(json.dumps(verdict.to_json(), indent=2))
         else:
             self._print(verdict)
-        is_hang = verdict.status in FAILURES
-        if self.on_hang is not None and is_hang:
-            causes = ",".join(map(str, verdict.causes))
-            subprocess.run(  # noqa: S602 - the command is the user's own, and is meant for the shell
-                self.on_hang, shell=True, check=False,
-                env={**os.environ, "PIPEPROOF_CAUSES": causes, "PIPEPROOF_KIND": str(verdict.kind)},
-            )  # fmt: skip
-        sys.exit(ExitStatus.FAILED if is_hang else ExitStatus.OK)
+        sys.exit(ExitStatus.FAILED if verdict.status in FAILURES else ExitStatus.OK)
 
     def _stacks(self, verdict: Verdict, job: JobNow | None) -> RankStacks:
         from pipeproof.exec.monitor.verdict import RankStacks, ask_for_causes
@@ -226,7 +207,7 @@ class _Output:
     def _print(self, verdict: Verdict) -> None:
         from pipeproof.diagnostics.text_output import render_text
 
-        console = console_for(color=self.color)
+        console = console_for()
         render_text(verdict.findings, None, console=console)
         for line in verdict.lines():
             console.print(line, markup=False, soft_wrap=True)

@@ -47,11 +47,9 @@ def list_kinds() -> None:
 @format_option()
 @click.option("--as", "target", type=click.Choice([*FORMATS, "svg"]),
               help="Instead of timeline and figures, print a schedule file in this format, or a picture.")  # fmt: skip
-@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
-              help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def show_kind(
     name: str, *, source: PlanSource, ranks: int | None, micro_batches: int | None, chunks: int | None,
-    time_limit_s: int | None, no_check: bool, form: str, target: str | None, color: str,
+    time_limit_s: int | None, no_check: bool, form: str, target: str | None,
 ) -> None:  # fmt: skip
     """Show the schedule KIND for given sizes, or the schedule of a plan, with every operation as early as possible.
 
@@ -80,7 +78,7 @@ def show_kind(
     if target is not None:
         write_shown(shown, target)
     else:
-        show_schedule(shown, form, verify=not no_check, color=color)
+        show_schedule(shown, form, verify=not no_check)
 
 
 @schedule.command()

@@ -131,7 +131,7 @@ def _selected(plan: LoadedPlan, text: TimeText, note: str, source: str, time_lim
     return SelectedSchedule(plan, schedule, costs, text, note, source, optimum)
 
 
-def show_schedule(shown: SelectedSchedule, form: str, *, verify: bool, color: str) -> None:
+def show_schedule(shown: SelectedSchedule, form: str, *, verify: bool) -> None:
     """Print the timeline and figures of a schedule as text or JSON; exit 1 if the rules refuse it.
 
     If the solver found the schedule, the generated one is checked.
@@ -142,7 +142,7 @@ def show_schedule(shown: SelectedSchedule, form: str, *, verify: bool, color: st
     if form == "json":
         click.echo(json.dumps(_to_json(shown, verdict), indent=2))
     else:
-        _render(shown, verdict, console_for(color=color))
+        _render(shown, verdict, console_for())
     if verdict is not None and verdict.outcome is Outcome.WRONG:
         sys.exit(ExitStatus.FAILED)
 

@@ -36,7 +36,6 @@ REFUSED = [
     ("check {here}/no.txt", "error[PP130]"),
     ("check {plan} --set model.num_layers=1 --set topology.pp=8", "error[PP1"),
     ("check {plan} --select PP4 --ignore 4xx", "no rule is left to run"),
-    ("check {plan} --color blue", "--color"),
     ("check {plan} --format xml", "--format"),
     ("check {plan} --plan {plan}", "--plan is for a directory of logs, which {plan} is not"),
     ("check missing.logs --plan {plan}", "cannot read `missing.logs`: no such file or directory"),

@@ -220,7 +220,7 @@ def test_layouts_of_megatrons_own_tests(tmp_path):
 def test_a_fault_in_a_layout_is_marked_in_the_script(tmp_path):
     file = tmp_path / "train.sh"
     file.write_text(f"run {SIZES}{BATCHES}{PP2}\\\n  --pipeline-model-parallel-layout 'Ett|tt|tx|ttL'\n")
-    result = invoke("check", "--from", "megatron", file, "--color", "never")
+    result = invoke("check", "--from", "megatron", file)
     assert result.exit_code == 2
     lines = result.output.splitlines() + result.stderr.splitlines()
     text = next(line for line in lines if "Ett|tt|tx" in line)
