@@ -17,9 +17,10 @@ from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.check_imported import load_imported
 from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
-from pipeproof.interop.importers.model_sizes import MODEL_NAMES, read_model_config
+from pipeproof.interop.importers.model_sizes import read_model_config
 from pipeproof.interop.importers.plan_builder import PlanBuilder
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
+from pipeproof.state.names.config_names import MODEL_NAMES
 
 
 @dataclass(frozen=True)

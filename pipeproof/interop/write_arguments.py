@@ -24,10 +24,10 @@ from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flags import PLAN_KEYS
 from pipeproof.interop.importers.model_parts import flags_of_parts, type_of_parts
-from pipeproof.interop.importers.model_sizes import MODEL_NAMES
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
+from pipeproof.state.names.config_names import named_values
 
 
 def paddle_arguments(spec: PlanSpec) -> str:
@@ -181,15 +181,8 @@ _MODERN = (
 
 def model_config(spec: PlanSpec) -> dict[str, Any]:
     """The sizes, and a type of model that has the plan's norms, positions and biases; "llama" if there is none."""
-    data: dict[str, Any] = {"model_type": type_of_parts(spec.gpt)}
-    model = spec.gpt.model_dump(mode="json")
-    for name in _MODERN:
-        value: Any = model
-        for key in MODEL_NAMES[name]:
-            value = value.get(key) if isinstance(value, dict) else None
-        if value not in (None, 0):
-            data[name] = value
-    return data
+    values = {name: value for name, value in named_values(spec.gpt, *_MODERN).items() if value not in (None, 0)}
+    return {"model_type": type_of_parts(spec.gpt), **values}
 
 
 # --- A shell script that starts Megatron-LM with the arguments of a plan ---

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipeproof.specs.model import PART_KEYS, MlaSpec, ModelSpec, MoeSpec
+from pipeproof.specs.model import PART_KEYS, ModelSpec, MoeSpec
 from pipeproof.state.names import deepseek_v4
+from pipeproof.state.names.config_names import named_values
 from pipeproof.state.names.convention import OWN_NAMES
 
 _NORM_EPSILON = 1e-6
@@ -254,10 +255,7 @@ def config_of(model: ModelSpec, dtype: str, convention: str = "huggingface") -> 
         return head | common | _gpt2_config(model, model_class.settings(model))
     config = {
         **head,
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_size,
-        "num_attention_heads": model.num_heads,
+        **named_values(model, "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
         "num_key_value_heads": model.kv_heads,
         "max_position_embeddings": model.seq_length,
         **common_settings(model),
@@ -275,10 +273,7 @@ def config_of(model: ModelSpec, dtype: str, convention: str = "huggingface") -> 
 
 def _gpt2_config(model: ModelSpec, parts: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_inner": model.ffn_size,
-        "n_head": model.num_heads,
+        **named_values(model, "n_layer", "n_embd", "n_inner", "n_head"),
         "n_positions": model.seq_length,
         **parts,
         "resid_pdrop": 0.0,
@@ -292,32 +287,36 @@ def _settings(family: str, model: ModelSpec) -> dict[str, Any]:
     """Return the settings of a class that others lack, or that it has under other names."""
     moe, mla = model.moe, model.mla
     if mla is not None:
-        experts = {"first_k_dense_replace": model.num_layers} if moe is None else _deepseek(moe)
-        return experts | _latent(mla, model.num_heads)
+        experts = {"first_k_dense_replace": model.num_layers} if moe is None else _deepseek(model, moe)
+        ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return {
+            **experts,
+            **named_values(model, *ranks),
+            "num_key_value_heads": model.num_heads,
+            "rope_interleave": True,
+        }
     if moe is None or model.compressed_attention is not None:
         return {}
     match family:
         case "Mixtral":
-            sizes = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
+            sizes = named_values(model, "num_local_experts", "num_experts_per_tok")
             return {**sizes, "intermediate_size": moe.ffn_size, "sliding_window": None}
         case "Ernie4_5_Moe":
-            sizes = {"moe_num_experts": moe.num_experts, "moe_k": moe.top_k, "moe_intermediate_size": moe.ffn_size}
-            blocks = {"moe_layer_start_index": moe.dense_layers, "moe_layer_end_index": -1, "moe_layer_interval": 1}
-            return {**sizes, "moe_num_shared_experts": moe.num_shared_experts, **blocks, "moe_norm_min": 1e-12}
+            names = "moe_num_experts", "moe_k", "moe_intermediate_size", "moe_num_shared_experts"
+            blocks = {"moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12}
+            return {**named_values(model, *names, "moe_layer_start_index"), **blocks}
         case "Qwen3Moe":
-            sizes = {"num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
+            sizes = named_values(model, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
             dense = {"mlp_only_layers": list(range(moe.dense_layers)), "decoder_sparse_step": 1}
-            return {**sizes, "moe_intermediate_size": moe.ffn_size, "norm_topk_prob": moe.normalize, **dense}
-    return _deepseek(moe)
+            return {**sizes, "norm_topk_prob": moe.normalize, **dense}
+    return _deepseek(model, moe)
 
 
-def _deepseek(moe: MoeSpec) -> dict[str, Any]:
+def _deepseek(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    names = "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace"
     return {
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.ffn_size,
+        **named_values(model, *names),
         "n_shared_experts": moe.num_shared_experts or None,
-        "first_k_dense_replace": moe.dense_layers,
         "moe_layer_freq": 1,
         "norm_topk_prob": moe.normalize,
         "scoring_func": moe.score,
@@ -325,16 +324,4 @@ def _deepseek(moe: MoeSpec) -> dict[str, Any]:
         "n_group": 1,
         "topk_group": 1,
         "routed_scaling_factor": 1.0,
-    }
-
-
-def _latent(mla: MlaSpec, num_heads: int) -> dict[str, Any]:
-    return {
-        "q_lora_rank": mla.q_rank,
-        "kv_lora_rank": mla.kv_rank,
-        "qk_nope_head_dim": mla.nope_head_size,
-        "qk_rope_head_dim": mla.rope_head_size,
-        "v_head_dim": mla.value_head_size,
-        "num_key_value_heads": num_heads,
-        "rope_interleave": True,
     }
