@@ -106,7 +106,7 @@ REFUSED = [
     (f"{SMALL} 17 --tp 1 --micro-batch-size 2", "--global-batch: 17 does not divide by"),
     ("state align {here} {here} --draft --plot {here}/c.svg", "compares nothing that --plot could draw"),
     (f"{SMALL} 8 --gpus 6", "--gpus: 6 does not divide by"),
-    (f"{SMALL} 16 --schedule 1f1c", "did you mean 1f1b?"),
+    (f"{SMALL} 16 --schedule 1f1c", "did you mean '1f1b'?"),
     (f"{SMALL} 16 --schedule zb_v --chunks 3", "--chunks: zb_v has at least 2 and at most 2"),
     (f"{SMALL} 16 --model llama3-71b", "did you mean `llama3_70b`"),
     (f"{SMALL} 16 --set run.stepz=3", "did you mean `steps`"),
