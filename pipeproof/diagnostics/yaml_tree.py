@@ -16,76 +16,30 @@ from pydantic import BaseModel, ValidationError
 from yaml import events
 from yaml.parser import Parser
 from yaml.reader import Reader, ReaderError
-from yaml.scanner import Scanner
+from yaml.scanner import Scanner, ScannerError
 
 from pipeproof.diagnostics.finding import Finding, Location, Severity
 from pipeproof.diagnostics.problems import KeyPath, describe_value, dotted, shortened
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
 
-# --- PyYAML's parser as a stream of events; all problems of the text are one kind of error ---
-# Events are used because only they carry the mark of every alias.
 
-
-class TextError(Exception):
+class _TextError(Exception):
     """A problem, PP101, after which the text cannot be read further."""
 
     def __init__(self, location: Location, message: str, help: str | None = None) -> None:
         super().__init__(message)
-        self.problem = Finding("PP101", Severity.ERROR, message, location, help)
+        self.problem = _problem(location, message, help)
 
 
-class EventStream:
-    """The events of a text in order; every method raises ``TextError`` for invalid text."""
-
-    def __init__(self, text: str, file: str) -> None:
-        self._file = file
-        try:
-            self._parser: Any = _PyYamlParser(text)
-        except ReaderError as error:
-            raise _unprintable(text, error, file) from error
-        self._ahead: Any = None
-        self.next()  # the start of the stream carries no data
-
-    def peek(self) -> Any:
-        """Return the next event without consuming it."""
-        if self._ahead is None:
-            self._ahead = self._read()
-        return self._ahead
-
-    def next(self) -> Any:
-        """Return and consume the next event."""
-        event, self._ahead = self.peek(), None
-        return event
-
-    def location(self, event: Any) -> Location:
-        """Return the location of an event: its first line, up to its end if that is on the same one."""
-        start, end = event.start_mark, event.end_mark
-        same_line = start.line == end.line and end.column > start.column
-        return Location(self._file, start.line + 1, start.column + 1, end.column if same_line else None)
-
-    def text(self, scalar: Any) -> str:
-        r"""Return the text with surrogate pairs joined: JSON has two escapes for a character beyond U+FFFF."""
-        text: str = scalar.value
-        try:
-            return text.encode("utf-16", "surrogatepass").decode("utf-16")
-        except UnicodeDecodeError as error:
-            shown = describe_value(text.encode("ascii", "replace").decode())
-            raise TextError(self.location(scalar), f"half of a character in the {shown}") from error
-
-    def _read(self) -> Any:
-        try:
-            return self._parser.get_event()
-        except yaml.MarkedYAMLError as error:
-            raise _syntax_error(error, self._file) from error
-        except (ValueError, OverflowError) as error:
-            # The scanner turns digits of escapes and versions into numbers unchecked.
-            mark = self._parser.get_mark()
-            location = Location(self._file, mark.line + 1, mark.column + 1)
-            raise TextError(location, "not valid YAML: an escape or a version number is out of range") from error
+def _problem(location: Location, message: str, help: str | None) -> Finding:
+    return Finding("PP101", Severity.ERROR, message, location, help)
 
 
 class _PyYamlParser(Reader, Scanner, Parser):
-    """PyYAML's parser; between the tokens of a flow collection it accepts tabs, as JSON files have them."""
+    """PyYAML's parser of a text to events, because only they carry the mark of every alias.
+
+    Between the tokens of a flow collection it accepts tabs, as JSON files have them.
+    """
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
@@ -99,6 +53,14 @@ class _PyYamlParser(Reader, Scanner, Parser):
             self.forward()
             super().scan_to_next_token()
 
+    def fetch_more_tokens(self) -> None:
+        """Read the next tokens; digits of escapes and versions become numbers unchecked."""
+        try:
+            super().fetch_more_tokens()
+        except (ValueError, OverflowError) as error:
+            problem = "an escape or a version number is out of range"
+            raise ScannerError(problem=problem, problem_mark=self.get_mark()) from error
+
 
 _HELP_BY_SIGN = (
     (r"'\t'", "write spaces: outside quotes and brackets a plan may have no tabs"),
@@ -110,21 +72,21 @@ _HELP_BY_SIGN = (
 )
 
 
-def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> TextError:
+def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> Finding:
     mark = error.problem_mark or error.context_mark
     line, column = (mark.line, mark.column) if mark is not None else (0, 0)
     message = ", ".join(part for part in (error.problem, error.context) if part) or "the text cannot be read"
     if error.context_mark is not None and error.context_mark.line != line:
         message += f" that begins on line {error.context_mark.line + 1}"
     fix = next((text for sign, text in _HELP_BY_SIGN if sign in message), None)
-    return TextError(Location(file, line + 1, column + 1), f"not valid YAML: {message}", fix)
+    return _problem(Location(file, line + 1, column + 1), f"not valid YAML: {message}", fix)
 
 
-def _unprintable(text: str, error: ReaderError, file: str) -> TextError:
+def _unprintable(text: str, error: ReaderError, file: str) -> Finding:
     before = LINE_BREAK.split(text[: error.position])
     location = Location(file, len(before), len(before[-1]) + 1)
     message = f"the control character U+{ord(text[error.position]):04X} is not allowed in YAML"
-    return TextError(location, message, "remove it, or write it as an escape inside double quotes")
+    return _problem(location, message, "remove it, or write it as an escape inside double quotes")
 
 
 MAX_DEPTH: Final = 32
@@ -164,10 +126,15 @@ def parse_text(text: str, file: str) -> Tree:
     source = SourceMap(file, tuple(LINE_BREAK.split(text)))
     problems: list[Finding] = []
     try:
-        data = _Builder(EventStream(text, file), source, problems).document()
-    except TextError as error:
-        return Tree(None, source, (*problems, error.problem), complete=False)
-    return Tree(data, source, tuple(problems), complete=True)
+        data = _Builder(_PyYamlParser(text), source, problems).document()
+        return Tree(data, source, tuple(problems), complete=True)
+    except ReaderError as error:
+        problem = _unprintable(text, error, file)
+    except yaml.MarkedYAMLError as error:
+        problem = _syntax_error(error, file)
+    except _TextError as error:
+        problem = error.problem
+    return Tree(None, source, (*problems, problem), complete=False)
 
 
 _MOST_PROBLEMS = 5
@@ -207,8 +174,9 @@ class _Anchored:
 class _Builder:
     """Builder of data from events that also records locations and problems."""
 
-    def __init__(self, events: EventStream, source: SourceMap, problems: list[Finding]) -> None:
-        self._events = events
+    def __init__(self, parser: Any, source: SourceMap, problems: list[Finding]) -> None:
+        self._parser = parser
+        self._file = source.file
         self._source = source
         self._problems = problems
         self._anchors: dict[str, _Anchored | None] = {}
@@ -216,21 +184,22 @@ class _Builder:
 
     def document(self) -> object:
         """Return the data of the only document; None for a text without one."""
-        if isinstance(self._events.next(), events.StreamEndEvent):
+        self._parser.get_event()  # the start of the stream
+        if isinstance(self._parser.get_event(), events.StreamEndEvent):
             return None
         data = self._node((), depth=0, key_location=None)
-        self._events.next()  # the end of the document
-        event = self._events.next()
+        self._parser.get_event()  # the end of the document
+        event = self._parser.get_event()
         if not isinstance(event, events.StreamEndEvent):
             fix = "remove the line `---`, or keep each plan in a file of its own"
-            raise TextError(self._events.location(event), "a second document begins here, and a plan is one", fix)
+            raise _TextError(self._location(event), "a second document begins here, and a plan is one", fix)
         return data
 
     def _node(self, path: KeyPath, *, depth: int, key_location: Location | None) -> object:
-        event = self._events.next()
-        location = self._events.location(event)
+        event = self._parser.get_event()
+        location = self._location(event)
         if depth > MAX_DEPTH:
-            raise TextError(location, f"more than {MAX_DEPTH} levels of nesting; a plan has four")
+            raise _TextError(location, f"more than {MAX_DEPTH} levels of nesting; a plan has four")
         self._count(1, event)
         # An empty value has no characters: findings point at its key.
         is_empty = isinstance(event, events.ScalarEvent) and _has_no_characters(event)
@@ -255,7 +224,7 @@ class _Builder:
 
     def _mapping(self, start: Any, path: KeyPath, depth: int) -> dict[str, object]:
         data: dict[str, object] = {}
-        while not isinstance(self._events.peek(), events.CollectionEndEvent):
+        while not isinstance(self._parser.peek_event(), events.CollectionEndEvent):
             key, location = self._key()
             inner = (*path, key)
             if key in data:
@@ -263,7 +232,7 @@ class _Builder:
             else:
                 self._source.keys[inner] = location
                 data[key] = self._node(inner, depth=depth + 1, key_location=location)
-        self._close(start, self._events.next(), path)
+        self._close(start, self._parser.get_event(), path)
         return data
 
     def _repeated_key(self, path: KeyPath, location: Location, depth: int) -> None:
@@ -277,52 +246,52 @@ class _Builder:
 
     def _sequence(self, start: Any, path: KeyPath, depth: int) -> list[object]:
         data: list[object] = []
-        while not isinstance(self._events.peek(), events.CollectionEndEvent):
+        while not isinstance(self._parser.peek_event(), events.CollectionEndEvent):
             data.append(self._node((*path, len(data)), depth=depth + 1, key_location=None))
-        self._close(start, self._events.next(), path)
+        self._close(start, self._parser.get_event(), path)
         return data
 
     def _close(self, start: Any, end: Any, path: KeyPath) -> None:
         """Set the end of a collection in brackets on one line."""
-        first, last = self._events.location(start), self._events.location(end)
+        first, last = self._location(start), self._location(end)
         if start.flow_style and first.line == last.line:
             self._source.values[path] = replace(first, end_column=last.end_column)
 
     def _key(self) -> tuple[str, Location]:
-        event, key = self._events.next(), ""
+        event, key = self._parser.get_event(), ""
         self._count(1, event)
         if isinstance(event, events.AliasEvent):
             target = self._alias(event)
             key = target if isinstance(target, str) else ""
         elif isinstance(event, events.ScalarEvent):
-            key = self._events.text(event)
+            key = self._text(event)
             self._refuse_tag(event)
             if event.anchor:
                 self._anchors[event.anchor] = _Anchored(key, 1)
-        location = self._events.location(event)
+        location = self._location(event)
         if not key:
-            raise TextError(location, "a key must be a name")
+            raise _TextError(location, "a key must be a name")
         return key, location
 
     def _alias(self, event: Any) -> object:
         name = shortened(event.anchor)
         if event.anchor not in self._anchors:
             fix = f"mark the value to repeat with `&{name}`, or quote the text"
-            raise TextError(self._events.location(event), f"the alias `*{name}` has no anchor before it", fix)
+            raise _TextError(self._location(event), f"the alias `*{name}` has no anchor before it", fix)
         anchored = self._anchors[event.anchor]
         if anchored is None:
-            raise TextError(self._events.location(event), f"the alias `*{name}` is inside its own value")
+            raise _TextError(self._location(event), f"the alias `*{name}` is inside its own value")
         self._count(anchored.num_nodes - 1, event)
         return anchored.data
 
     def _count(self, num_nodes: int, event: Any) -> None:
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
-            raise TextError(self._events.location(event), f"more than {MAX_NODES} values, with aliases expanded")
+            raise _TextError(self._location(event), f"more than {MAX_NODES} values, with aliases expanded")
 
     def _scalar(self, event: Any) -> object:
         """Return the value of a scalar by the core schema (YAML 1.2, chapter 10.3.2)."""
-        text = self._events.text(event)
+        text = self._text(event)
         if not event.implicit[0]:  # in quotes, or a block
             return text
         if text in _CONSTANTS:
@@ -330,7 +299,7 @@ class _Builder:
         if _INT.fullmatch(text):
             if len(text) > _MAX_DIGITS:
                 message = f"a number of {len(text)} digits"
-                self._problems.append(Finding("PP106", Severity.ERROR, message, self._events.location(event)))
+                self._problems.append(Finding("PP106", Severity.ERROR, message, self._location(event)))
                 return 0
             return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
         if _FLOAT.fullmatch(text):
@@ -339,11 +308,26 @@ class _Builder:
             return float(text.replace(".", "", 1))
         return text
 
+    def _location(self, event: Any) -> Location:
+        """Return the location of an event: its first line, up to its end if that is on the same one."""
+        start, end = event.start_mark, event.end_mark
+        same_line = start.line == end.line and end.column > start.column
+        return Location(self._file, start.line + 1, start.column + 1, end.column if same_line else None)
+
+    def _text(self, scalar: Any) -> str:
+        r"""Return the text with surrogate pairs joined: JSON has two escapes for a character beyond U+FFFF."""
+        text: str = scalar.value
+        try:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError as error:
+            shown = describe_value(text.encode("ascii", "replace").decode())
+            raise _TextError(self._location(scalar), f"half of a character in the {shown}") from error
+
     def _refuse_tag(self, event: Any) -> None:
         if event.tag is not None:
             shown = shortened(event.tag.replace("tag:yaml.org,2002:", "!!"))
             message = f"the tag `{shown}` has no meaning in a plan"
-            raise TextError(self._events.location(event), message, help="remove it")
+            raise _TextError(self._location(event), message, help="remove it")
 
 
 def _has_no_characters(event: Any) -> bool:

@@ -3,8 +3,7 @@
 import pytest
 
 from pipeproof.cli.schedule_command import FORMATS
-from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS, write_schedule
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS
 from tests.cli.commands import invoke
 
 FORMS = {
@@ -47,15 +46,6 @@ def test_every_format_into_every_other(source, target, file):
     path = file(FORMS[source])
     assert converted(path, "--as", target) == FORMS[target]
     assert converted(path, "--as", target, "--from", source) == FORMS[target]
-
-
-@pytest.mark.parametrize("name", ["dualpipe", "chimera", "zb_v", "dualpipe_v"])
-def test_copies_of_stages_pairs_and_parts_of_backwards_go_through_csv_and_text(name, file):
-    kind = SCHEDULE_KINDS[name]
-    schedule = kind.generate(Request(4, 8, kind.min_chunks))
-    text, csv = (write_schedule(schedule, form) for form in ("text", "csv"))
-    assert converted(file(text), "--as", "csv") == csv
-    assert converted(file(csv), "--as", "text") == text
 
 
 def test_what_a_format_cannot_say_is_an_error_at_its_place(file):

@@ -62,14 +62,6 @@ def test_files_of_pytorch_pass(name, plan):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_misspelt_operation(name, plan):
-    lines = lines_of(name)
-    index = index_of(lines, 1, r"\dF1")
-    lines[1][index] += "xyz"
-    assert findings(plan(name, joined(lines))) == (2, [("PP132", "s.csv", 2, column(lines, 1, index))])
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_doubled_operation(name, plan):
     lines = lines_of(name)
     index = index_of(lines, 1, r"\dF1")

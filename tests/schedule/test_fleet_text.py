@@ -4,15 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower_loaded
-from pipeproof.schedule.formats.inexpressible import InexpressibleError
 from pipeproof.schedule.formats.read_schedule import convert_schedule, read_schedule, write_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.generators.gpipe import gpipe
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import Schedule
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.schedule import ScheduleFileError
@@ -52,28 +48,6 @@ def test_chunks_are_assigned_round_robin():
         ["1F0", "3F0", "3B0", "1B0"],
     ]
     assert schedule.placement == ((0, 2), (1, 3))
-
-
-@given(
-    st.sampled_from([kind.name for kind in SCHEDULE_KINDS.values() if kind.placement == "loop"]),
-    st.integers(1, 5),
-    st.integers(1, 3),
-    st.integers(0, 2),
-)
-@settings(max_examples=80)
-def test_every_round_robin_schedule_of_whole_backwards_survives_a_round_trip(name, num_ranks, rounds, more):
-    kind = SCHEDULE_KINDS[name]
-    num_chunks = kind.min_chunks + (more if kind.max_chunks is None else 0)
-    schedule = kind.generate(Request(num_ranks, rounds * num_ranks, num_chunks))
-    kinds = {str(op.kind) for program in schedule.programs for op in program}
-    if kinds == {"F", "B"}:
-        text = write_schedule(schedule, "fleet")
-        assert ("_vp" in text) == (num_chunks > 1)
-        assert text.count("\n") == num_ranks
-        assert read(text).schedule == schedule
-    else:
-        with pytest.raises(InexpressibleError, match=r"\d+[IW]\d+"):
-            write_schedule(schedule, "fleet")
 
 
 def test_blanks_a_missing_end_and_windows_lines_do_no_harm():

@@ -7,9 +7,9 @@ checked once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
 
 from pipeproof.comm.op_graph import LoweredPlan, index_of
 from pipeproof.diagnostics.finding import Finding
@@ -257,40 +257,22 @@ def _type_fault(name: str, computed: TensorMap, wanted: TensorEntry, source: Map
     return None
 
 
-_CacheKey = tuple[str, tuple[int, ...], tuple[Region, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _FaultCache:
-    """Faults of regions, computed once for all identical tensors."""
-
-    known: dict[_CacheKey, TilingFault | None] = field(default_factory=dict)
-
-    def first_fault(self, count_text: str, shape: tuple[int, ...], regions: tuple[Region, ...]) -> TilingFault | None:
-        """Return the first region of a tensor that is held ``not once``, ``never`` or ``again`` (several times)."""
-        key = count_text, shape, regions
-        if key not in self.known:
-            if count_text == "not once":
-                self.known[key] = tiling_fault(shape, regions)
-            else:
-                is_faulty = {"never": lambda number: number == 0, "again": lambda number: number > 1}[count_text]
-                self.known[key] = first_with_count(shape, regions, is_faulty)
-        return self.known[key]
+_FaultOf = Callable[[tuple[int, ...], tuple[Region, ...]], TilingFault | None]
 
 
 def check_map(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> Iterator[Finding]:
     """PP210 for elements that are made never or twice, PP215 and PP216 for elements that are read never or twice."""
-    answers = _FaultCache()
-    faults = (_copies_fault(name, state_map, source, answers) for name in state_map.tensors)
+    fault_of = cache(tiling_fault)  # many tensors have the same regions
+    faults = (_copies_fault(name, state_map, source, fault_of) for name in state_map.tensors)
     computed = [fault for fault in faults if fault is not None]
     if computed:
         message = f"{target.name}: {computed[0]}{and_more(len(computed) - 1, 'tensor')}"
         fix = "every element of a tensor comes from one element, or is zero by a statement"
         yield NO_BIJECTION.finding(message, help=fix)
-    yield from _coverage_findings(source, state_map, answers)
+    yield from _coverage_findings(source, state_map)
 
 
-def _copies_fault(name: str, state_map: StateMap, source: ShardLayout, answers: _FaultCache) -> str | None:
+def _copies_fault(name: str, state_map: StateMap, source: ShardLayout, fault_of: _FaultOf) -> str | None:
     tensor = state_map.tensors[name]
     for copy in tensor.copies:
         message = _copy_fault(copy, source)
@@ -298,7 +280,7 @@ def _copies_fault(name: str, state_map: StateMap, source: ShardLayout, answers: 
             return f"`{name}` {range_text(copy.region, tensor.shape)} {message}"
     if len(tensor.copies) == 1 and tensor.copies[0].region == whole_region(tensor.shape):
         return None
-    fault = answers.first_fault("not once", tensor.shape, tuple(copy.region for copy in tensor.copies))
+    fault = fault_of(tensor.shape, tuple(copy.region for copy in tensor.copies))
     if fault is None:
         return None
     where = range_text(fault.region, tensor.shape)
@@ -324,7 +306,9 @@ def _copy_fault(copy: RegionCopy, source: ShardLayout) -> str | None:
     return None
 
 
-def _coverage_findings(source: ShardLayout, state_map: StateMap, answers: _FaultCache) -> Iterator[Finding]:
+def _coverage_findings(source: ShardLayout, state_map: StateMap) -> Iterator[Finding]:
+    first_unread: _FaultOf = cache(lambda shape, regions: first_with_count(shape, regions, lambda number: number == 0))
+    first_repeated: _FaultOf = cache(lambda shape, regions: first_with_count(shape, regions, lambda number: number > 1))
     lost, twice = list[str](), list[str]()
     for name, own_readers in state_map.readers().items():
         entry, regions = source.tensors.get(name), tuple(reader.region for reader in own_readers)
@@ -333,10 +317,10 @@ def _coverage_findings(source: ShardLayout, state_map: StateMap, answers: _Fault
         shape = entry.shape
         if regions == (whole_region(shape),):
             continue
-        lost_fault = answers.first_fault("never", shape, (*dict.fromkeys(regions), *state_map.dropped.get(name, ())))
+        lost_fault = first_unread(shape, (*dict.fromkeys(regions), *state_map.dropped.get(name, ())))
         if lost_fault is not None:
             lost.append(f"`{name}` {range_text(lost_fault.region, shape)}")
-        repeated_fault = None if name in state_map.duplicated else answers.first_fault("again", shape, regions)
+        repeated_fault = None if name in state_map.duplicated else first_repeated(shape, regions)
         if repeated_fault is not None:
             to = " and ".join(dict.fromkeys(f"`{own_readers[number].tensor}`" for number in repeated_fault.holders))
             where = range_text(repeated_fault.region, shape)
