@@ -100,22 +100,14 @@ class TuneResult:
 
     def to_json(self) -> dict[str, Any]:
         """The form of ``tune --format json``; see ``docs/schemas/tune.schema.json``."""
-        return {
-            "framework": self.framework,
-            "device": self.device,
-            "num_gpus": self.num_gpus,
-            "memory_gib": self.memory_gib,
-            "global_batch": self.global_batch,
-            "seq_length": self.seq_length,
-            "cost_source": self.cost_source,
-            "expected_error": self.expected_error,
-            "nearest": self.nearest,
+        content = {
             "assumptions": list(self.assumptions),
             "notes": list(self.notes),
             "present": None if self.present is None else self.present.to_json(),
             "rows": [_row_to_json(row) for row in self.rows],
             "counts": asdict(self.counts),
         }
+        return {**vars(self), **content}
 
 
 def _row_to_json(row: TuneRow) -> dict[str, Any]:
