@@ -7,19 +7,19 @@ import pytest
 
 from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.loss_pairs import Tolerance
-from tests.align import small_paddle, small_torch
+from tests.align.small_model import train
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.needs_paddle]
 ROUNDING = Tolerance(rounding=True)
-TRAINERS = {"torch": small_torch.train, "paddle": small_paddle.train}
+FRAMEWORKS = ("torch", "paddle")
 
 
 @pytest.fixture(scope="module")
 def correct(tmp_path_factory):
     """By framework, the record without a fault."""
-    directories = {name: tmp_path_factory.mktemp(name) / "record" for name in TRAINERS}
+    directories = {name: tmp_path_factory.mktemp(name) / "record" for name in FRAMEWORKS}
     for name, directory in directories.items():
-        TRAINERS[name](directory)
+        train(name, directory)
     return directories
 
 
@@ -33,7 +33,7 @@ def test_without_a_fault_all_is_equal_within_rounding(correct):
 
 
 def test_one_framework_twice_has_equal_bits(correct, tmp_path):
-    small_torch.train(tmp_path / "again")
+    train("torch", tmp_path / "again")
     assert align(tmp_path / "again", correct["torch"], Tolerance()).equal
 
 
@@ -76,10 +76,10 @@ def test_nothing_of_a_recorder_remains_on_paddle(tmp_path):
     assert not any(each._forward_pre_hooks or each._forward_post_hooks for each in model.sublayers(include_self=True))
 
 
-@pytest.mark.parametrize("framework", TRAINERS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_another_rate_of_the_optimizer_is_named(correct, tmp_path, framework):
-    TRAINERS[framework](tmp_path / "fault", "rate")
-    found = align(tmp_path / "fault", correct[({*TRAINERS} - {framework}).pop()], ROUNDING)
+    train(framework, tmp_path / "fault", "rate")
+    found = align(tmp_path / "fault", correct[({*FRAMEWORKS} - {framework}).pop()], ROUNDING)
     first = found.tensors.first
     assert (first.a.step, first.a.micro_batch, first.a.kind) == (1, 0, "embed, forward output")
     assert first.operation.name == "the optimizer, which wrote the weights of embed"
@@ -88,8 +88,8 @@ def test_another_rate_of_the_optimizer_is_named(correct, tmp_path, framework):
 
 def test_clipped_gradients_are_those_that_the_optimizer_reads(correct, tmp_path):
     """Paddle clips inside of a step, PyTorch before it; where one side does not clip, all gradients have one ratio."""
-    for framework, train in TRAINERS.items():
-        train(tmp_path / framework, "clip")
+    for framework in FRAMEWORKS:
+        train(framework, tmp_path / framework, "clip")
     assert align(tmp_path / "paddle", tmp_path / "torch", ROUNDING).equal
     first = align(tmp_path / "paddle", correct["torch"], ROUNDING).tensors.first
     assert (first.a.step, first.a.kind, first.cause.family) == (0, "gradient of head.weight", "scale")
@@ -122,8 +122,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "framework", "tensor", "operation", "family", "evidence"), FAULTS)
 def test_a_fault_is_located_and_named(correct, tmp_path, fault, framework, tensor, operation, family, evidence):
-    TRAINERS[framework](tmp_path / "fault", fault)
-    (other,) = TRAINERS.keys() - {framework}
+    train(framework, tmp_path / "fault", fault)
+    (other,) = {*FRAMEWORKS} - {framework}
     found = align(tmp_path / "fault", correct[other], ROUNDING)
     assert not found.equal
     first = found.tensors.first
