@@ -15,6 +15,7 @@ from pathlib import Path
 
 import paddle
 import pytest
+from paddle.autograd import PyLayer
 
 from pipeproof.exec.rank import step_end
 from pipeproof.exec.rank.step_end import StepEnd
@@ -22,11 +23,11 @@ from pipeproof.schedule.ops import Op
 from pipeproof.stages.common import stage as common_stage
 from pipeproof.stages.common.experts import RouterBalance
 from pipeproof.stages.paddle import functional
+from pipeproof.stages.paddle import stage as paddle_stage
 from pipeproof.stages.paddle.experts import PaddleExperts
 from pipeproof.stages.paddle.runtime import start_paddle
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.align.recorded_plan import ReferenceRun, record, reference_run
-from tests.align.recorded_run import WrongSegment, plant_wrong_loss_scale
 from tests.cli.commands import invoke
 from tests.plans import subject
 
@@ -61,11 +62,30 @@ def plan_under(schedule: str, *, topology=TOPOLOGY, steps: int = 2):
 # --- the faults ---
 
 
+def wrong_loss_scale(patch: pytest.MonkeyPatch) -> None:
+    """Divide the loss by the number of micro-batches once more."""
+    right = paddle_stage.loss_scale
+    patch.setattr(paddle_stage, "loss_scale", lambda plan, step, index: right(plan, step, index) / 2)
+
+
 def missing_norm_reduction(patch: pytest.MonkeyPatch) -> None:
     """Sum no gradient over tp, though with sequence parallelism a rank's gradients of norms cover only its own
     tokens."""
     right = step_end.is_reduced
     patch.setattr(step_end, "is_reduced", lambda weight, axis: axis != "tp" and right(weight, axis))
+
+
+class WrongSegment(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    """The rotary embedding, with a backward that turns on instead of back."""
+
+    @staticmethod
+    def forward(ctx, heads, cos, sin, turn: Callable[..., paddle.Tensor]):
+        ctx.tables, ctx.turn = (cos, sin), turn
+        return turn(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.turn(grad, *ctx.tables)
 
 
 def rope_backward(patch: pytest.MonkeyPatch) -> None:
@@ -155,7 +175,7 @@ class Planted:
 
 FAULTS = {
     "scale": Planted(
-        "the losses divided by the number of micro-batches once too often", plant_wrong_loss_scale,
+        "the losses divided by the number of micro-batches once too often", wrong_loss_scale,
         {"layer": "head", "direction": "forward", "side": "output"}, "scale",
     ),
     "norms": Planted(

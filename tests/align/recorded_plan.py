@@ -32,10 +32,15 @@ def reference_run(plan: LoweredPlan) -> ReferenceRun:
     return run
 
 
-def record(plan: LoweredPlan, reference: ReferenceRun, directory, *, values: bool = True) -> list[StepResult]:
-    """Train all ranks, write their record and the reference's below ``directory``; how each step compares."""
+def record(
+    plan: LoweredPlan, reference: ReferenceRun, directory, *, values: bool = True, prepare=None
+) -> list[StepResult]:
+    """Train all ranks, write their record and the reference's below ``directory``; how each step compares.
+
+    ``prepare`` is that of ``run_all``.
+    """
     seen: dict[tuple[int, int], dict] = {}
-    outcomes, _ = run_all(plan, seen)
+    outcomes, _ = run_all(plan, seen, prepare=prepare)
     recorder = Recorder(RecordOptions(directory, layers=True, values=values), plan, "d" * 64)
     results = []
     for step, of_step in enumerate(outcomes):

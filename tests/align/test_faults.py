@@ -1,6 +1,6 @@
 """Faults planted into a real model with tensor and sequence parallelism, and where ``align`` finds them.
 
-Those with stages, expert-parallel ranks, an MTP module and a tied weight are in ``test_planted``.
+More of them, in a model with stages, expert-parallel ranks, an MTP module and a tied weight, are in ``test_planted``.
 """
 
 import json
@@ -9,14 +9,30 @@ import pytest
 
 from tests.cli.commands import invoke
 from tests.docs.test_schemas import fits, require_fit
+from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 
-def recorded(**how):
-    from tests.align.recorded_run import RecordedRun
+def recorded(directory, prepare=None, *, values=True, **model):
+    """Record two ranks and their reference. ``model`` has further keys of the model."""
+    from tests.align.recorded_plan import record, reference_run
 
-    return RecordedRun(**how)
+    plan = subject(
+        topology={"pp": 1, "tp": 2, "sequence_parallel": True},
+        model={"num_layers": 2, "num_heads": 4, "vocab_size": 16, **model},
+        schedule={"num_micro_batches": 2},
+        run={"steps": 2},
+    ).plan
+    record(plan, reference_run(plan), directory, values=values, prepare=prepare)
+
+
+@pytest.fixture
+def unreduced(monkeypatch):
+    """Gradients of norms are not summed over the ranks."""
+    from tests.align.planted import missing_norm_reduction
+
+    missing_norm_reduction(monkeypatch)
 
 
 def located(directory, *options, status=1):
@@ -29,7 +45,7 @@ def located(directory, *options, status=1):
 
 
 def test_without_a_fault_all_is_equal(tmp_path):
-    recorded().record(tmp_path)
+    recorded(tmp_path)
     found = located(tmp_path, status=0)
     assert found["main"] == {"steps": 2, "equal": 2, "first_difference": None}
     boundaries = (
@@ -47,24 +63,10 @@ def test_without_a_fault_all_is_equal(tmp_path):
     assert not fits("align", {**found, "equal": None})
 
 
-def test_a_wrong_scale_of_the_loss(tmp_path, monkeypatch):
-    from tests.align.recorded_run import plant_wrong_loss_scale
-
-    plant_wrong_loss_scale(monkeypatch)
-    recorded().record(tmp_path)
-    found = located(tmp_path)
-    assert found["main"]["equal"] == 0
-    first = found["tensors"]["first_difference"]
-    assert (first["step"], first["tensor"]["layer"]) == (0, "head")
-    assert (first["tensor"]["direction"], first["tensor"]["side"]) == ("forward", "output")
-    assert first["cause"]["family"] == "scale"
-    assert "1/2 of B's, exactly" in first["cause"]["evidence"]
-    assert not first["handed_on"]
-
-
 @pytest.mark.parametrize("values", [True, False])
+@pytest.mark.usefixtures("unreduced")
 def test_a_missing_reduction_of_norms_with_sequence_parallelism(values, tmp_path):
-    recorded(reduce=False).record(tmp_path, values=values)
+    recorded(tmp_path, values=values)
     found = located(tmp_path)
     assert found["main"]["first_difference"]["step"] == 1  # the first step's loss says nothing
     first = found["tensors"]["first_difference"]
@@ -75,29 +77,21 @@ def test_a_missing_reduction_of_norms_with_sequence_parallelism(values, tmp_path
     assert ("their sum is B's" if values else "by MD5s alone") in first["cause"]["evidence"]
 
 
-def test_a_wrong_backward_of_the_rotary_embedding(tmp_path, monkeypatch):
-    from tests.align.recorded_run import plant_wrong_rope_backward
-
-    plant_wrong_rope_backward(monkeypatch)
-    recorded().record(tmp_path)
-    found = located(tmp_path)
-    assert found["main"]["first_difference"]["step"] == 1
-    first = found["tensors"]["first_difference"]
-    assert first["step"] == 0
-    assert first["tensor"]["layer"] == "layer.1"  # the last block is the first that backward comes to
-    assert (first["tensor"]["direction"], first["tensor"]["side"]) == ("backward", "output")
-    before = found["tensors"]["last_equal_before"]
-    assert (before["layer"], before["direction"], before["side"]) == ("layer.1", "backward", "input")
-    assert first["cause"]["family"] == "computation"
-    assert "forward it is right" in first["cause"]["evidence"]
-    assert first["weights"]["different"] == ["layer.1.attn.qkv.weight", "layer.1.attn_norm.weight"]
-    assert "layer.1.attn.out.weight" in first["weights"]["equal"]
-
-
 def test_heads_that_are_swapped_between_ranks_change_no_activation(tmp_path):
-    run = recorded()
-    run.swap_heads("layer.1")
-    run.record(tmp_path)
+    """Each rank has the other's heads of one layer, their rows of the output product included."""
+    taken = {}
+
+    def swap(adapter, arrays, rank):
+        (stage,) = adapter._stages.values()
+        for name in ("layer.1.attn.qkv.weight", "layer.1.attn.out.weight"):
+            weight = stage.parameters[name]
+            taken[rank, name] = weight, weight.clone()
+            if (1 - rank, name) in taken:
+                other, value = taken[1 - rank, name]
+                other.set_value(weight)
+                weight.set_value(value)
+
+    recorded(tmp_path, swap)
     found = located(tmp_path)
     first = found["tensors"]["first_difference"]
     assert first["step"] == 0
@@ -107,27 +101,11 @@ def test_heads_that_are_swapped_between_ranks_change_no_activation(tmp_path):
     assert first["ranks"] == [0, 1]
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_swapped_ids_of_experts(swapped, tmp_path):
-    run = recorded(moe={"num_experts": 4, "top_k": 2, "ffn_size": 8})
-    if swapped:
-        run.swap_experts("layer.1")
-    run.record(tmp_path)
-    found = located(tmp_path, status=int(swapped))
-    if swapped:
-        first, before = found["tensors"]["first_difference"], found["tensors"]["last_equal_before"]
-        assert first["step"] == 0
-        assert (first["tensor"]["layer"], first["tensor"]["direction"], first["tensor"]["side"]) == (
-            "layer.1", "forward", "output",
-        )  # fmt: skip
-        assert (before["layer"], before["side"]) == ("layer.1", "input")
-
-
 AUXILIARY = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1}
 
 
 def test_losses_of_routers_are_compared_beside_the_main_one(tmp_path):
-    recorded(moe={**AUXILIARY, "z_loss": 0.01}).record(tmp_path)
+    recorded(tmp_path, moe={**AUXILIARY, "z_loss": 0.01})
     found = located(tmp_path, status=0)
     assert found["routers"] == {"steps": 2, "equal": 2, "first_difference": None}
     last = json.loads((tmp_path / "run" / "record.jsonl").read_text().splitlines()[-1])
@@ -136,28 +114,15 @@ def test_losses_of_routers_are_compared_beside_the_main_one(tmp_path):
     assert all(0 < float(one["loss"]) < 1 for one in last["others"])
 
 
-def test_a_wrong_factor_of_an_auxiliary_loss(tmp_path, monkeypatch):
-    from tests.align.recorded_run import plant_wrong_auxiliary_factor
-
-    plant_wrong_auxiliary_factor(monkeypatch)
-    recorded(moe=AUXILIARY).record(tmp_path)
-    found = located(tmp_path)
-    assert found["main"]["first_difference"]["step"] == 1
-    loss = found["routers"]["first_difference"]
-    assert (loss["step"], loss["loss"]) == (0, "aux")
-    assert float(loss["a"]["value"]) == 2 * float(loss["b"]["value"])
-    first, before = found["tensors"]["first_difference"], found["tensors"]["last_equal_before"]
-    assert first["step"] == 0
-    assert (first["tensor"]["layer"], first["tensor"]["direction"]) == ("layer.1", "backward")
-    assert (before["layer"], before["direction"], before["side"]) == ("layer.1", "backward", "input")
-
-
 def test_an_auxiliary_loss_that_every_rank_puts_in(tmp_path, monkeypatch):
     """The loss itself is right on each rank; its gradient, a sum over ranks, is twice the right one."""
-    from tests.align.recorded_run import plant_double_auxiliary
+    from pipeproof.stages.paddle import stage
 
-    plant_double_auxiliary(monkeypatch)
-    recorded(moe=AUXILIARY).record(tmp_path)
+    right = stage.PaddleBalance
+    monkeypatch.setattr(
+        stage, "PaddleBalance", lambda plan, layers, *, adds_losses: right(plan, layers, adds_losses=True)
+    )
+    recorded(tmp_path, moe=AUXILIARY)
     found = located(tmp_path)
     assert found["routers"]["first_difference"]["step"] == 1
     first, before = found["tensors"]["first_difference"], found["tensors"]["last_equal_before"]
@@ -166,8 +131,9 @@ def test_an_auxiliary_loss_that_every_rank_puts_in(tmp_path, monkeypatch):
     assert (before["layer"], before["direction"], before["side"]) == ("layer.1", "backward", "input")
 
 
+@pytest.mark.usefixtures("unreduced")
 def test_what_the_terminal_shows(tmp_path):
-    recorded(reduce=False).record(tmp_path)
+    recorded(tmp_path)
     text = invoke("state", "align", tmp_path / "run", tmp_path / "reference").stdout
     assert text.startswith("main_matches=1/2\nfirst_main_diff: step 1, main (loss): A ")
     assert "first tensor that differs, in execution order: step 0, gradient of norm.weight, ranks 0, 1\n" in text
@@ -176,8 +142,9 @@ def test_what_the_terminal_shows(tmp_path):
     assert text.endswith("different\n")
 
 
+@pytest.mark.usefixtures("unreduced")
 def test_a_tolerance_lets_rounding_pass_and_nothing_more(tmp_path):
-    recorded(reduce=False).record(tmp_path)
+    recorded(tmp_path)
     assert located(tmp_path, "--relative", "1e-5")["tensors"]["first_difference"]["step"] == 0
     loose = located(tmp_path, "--relative", "1e9", "--ulps", "1000000")
     assert not loose["equal"]  # ranks that hold other values of one part are never equal

@@ -44,7 +44,7 @@ def test_what_a_module_predicts():
     from pipeproof.stages.describe.mtp_streams import shifted_batch
     from pipeproof.stages.describe.synthetic import IGNORED, loss_scale, micro_batch
     from pipeproof.stages.reference.unpartitioned import unpartitioned_step
-    from tests.stages.staged_run import make_plan
+    from tests.stages.references import make_plan
 
     plan = make_plan(model={"num_layers": 1, **TWO}, schedule={"num_micro_batches": 1}, run={"dtype": "float64"})
     from pipeproof.stages.describe.gpt import describe_gpt
@@ -68,18 +68,18 @@ def test_what_a_module_predicts():
 def test_records_have_the_losses_apart_and_align_finds_a_fault_in_a_module(tmp_path, monkeypatch):
     from pipeproof.stages.describe.synthetic import Batch
     from pipeproof.stages.paddle import stage as paddle_stage
-    from tests.align.recorded_run import RecordedRun
+    from tests.align.test_faults import recorded
     from tests.cli.commands import invoke
 
-    def located(run, place, status):
-        run.record(tmp_path / place)
+    def located(place, status):
+        recorded(tmp_path / place, **TWO)
         result = invoke("state", "align", tmp_path / place / "run", tmp_path / place / "reference", "--format", "json")
         assert result.exit_code == status, result.output
         content = json.loads(result.stdout)
         require_fit("align", content)
         return content
 
-    right = located(RecordedRun(**TWO), "right", 0)
+    right = located("right", 0)
     assert right["mtp"] == {"steps": 2, "equal": 2, "first_difference": None}
     lines = [json.loads(line) for line in (tmp_path / "right" / "run" / "record.jsonl").read_text().splitlines()]
     for line in lines:
@@ -93,7 +93,7 @@ def test_records_have_the_losses_apart_and_align_finds_a_fault_in_a_module(tmp_p
         return [main, first, Batch(first.tokens, second.labels)]
 
     monkeypatch.setattr(paddle_stage, "mtp_batches", one_token_late)
-    found = located(RecordedRun(**TWO), "wrong", 1)
+    found = located("wrong", 1)
     assert found["main"] == {"steps": 2, "equal": 1, "first_difference": found["main"]["first_difference"]}
     assert found["main"]["first_difference"]["step"] == 1  # the first step's main loss knows nothing of modules
     assert found["mtp"]["equal"] == 0
