@@ -1,47 +1,12 @@
-"""The adapter in this process, without a launcher: one rank without peers."""
+"""A rank without peers: programs of its own, sequence splits, and slots."""
 
 import pytest
 
 from pipeproof.comm.accumulation_order import sum_orders
-from pipeproof.exec.compare.compare_log import compare_log
-from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
-from pipeproof.exec.rank.framework_choice import start_framework
+from tests.exec.test_reference_bits import require_bits
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
-
-
-def run_alone(plan):
-    """Every step of the only rank: the adapter, and each step's outcome."""
-    framework = start_framework(plan.spec.run)
-    from pipeproof.exec.rank.paddle.comm import PaddleChannels, PaddleWorld
-
-    adapter = RankAdapter(plan, 0, framework, PaddleWorld(0, PaddleChannels(0, {}), {}), lambda step, op_id: None)
-    program = RankProgram(plan.graph, 0, adapter)
-    outcomes = []
-    for step in range(plan.spec.run.steps):
-        adapter.begin(step)
-        program.run(step)
-        adapter.finish()
-        outcomes.append(adapter.outcome)
-    return adapter, outcomes
-
-
-def assert_bitwise_and_logged(plan):
-    """Every loss and gradient of the only rank has the ordered reference's bits, and the log is the graph's."""
-    adapter, outcomes = run_alone(plan)
-
-    from pipeproof.stages.reference.ordered import Orders, run_ordered
-
-    orders = sum_orders(plan)
-    references = run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan)))
-    for ours, reference in zip(outcomes, references, strict=True):
-        assert ours.loss.tobytes() == reference.loss.tobytes()
-        assert ours.gradients.keys() == reference.gradients.keys()
-        for name, gradient in ours.gradients.items():
-            assert gradient.tobytes() == reference.gradients[name].tobytes(), name
-    run = plan.spec.run
-    assert list(compare_log(plan.graph, 0, adapter.log, num_steps=run.steps, dtype=run.dtype)) == []
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 
 SPLIT = ["0F0", "1F0", "0F1", "1I0", "1F1", "1W0", "0I0", "1B1", "0I1", "0W1", "0W0"]
@@ -56,7 +21,7 @@ def test_a_split_backward_has_the_bits_of_the_reference_and_logs_what_the_graph_
         topology={"pp": 1}, schedule={**schedule, "seq_lengths": seq_lengths}, run={"steps": 2, "dtype": dtype}
     ).plan
     assert sum_orders(plan).by_stage[0] == ((1, 0),)
-    assert_bitwise_and_logged(plan)
+    require_bits(plan)
 
 
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
@@ -67,13 +32,10 @@ def test_sequence_splits_have_the_bits_of_the_reference(num_splits, order):
         model={"activation_order": order},
         schedule={"kind": "seq1f1b", "num_sequence_splits": num_splits, "seq_lengths": [8, 4, 8, 4]},
     ).plan
-    assert_bitwise_and_logged(plan)
+    require_bits(plan)
 
 
 def test_slots_are_used_round_robin_and_each_step_starts_with_the_first():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
     from pipeproof.exec.rank.message_buffers import Slots
     from pipeproof.exec.rank.paddle.arrays import PaddleArrays
     from pipeproof.schedule.ops import RECV_KINDS

@@ -24,7 +24,7 @@ def planned(**sections):
 @pytest.mark.usefixtures("few_objects")
 def test_what_two_blocks_hold_between_forward_and_weights():
     """Bytes of the host's allocator on both ranks: the two gathered inputs of each block are not there, nor after I."""
-    from tests.stages.staged_run import make_plan
+    from tests.stages.references import make_plan
     from tests.stages.test_recompute import allocated
     from tests.stages.test_split_backward import Ranks
 

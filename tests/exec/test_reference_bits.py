@@ -61,6 +61,10 @@ NORM_BEFORE = {"empty_layers": {"head": 1, "tail": 3}, "final_norm": "before_tai
 COMPRESSED = FEATURES["compressed attention"]["model"]
 
 PLANS = {
+    "float64, sgd, batch first": ({}, {}, BATCH_FIRST, {"run": {"dtype": "float64", "optimizer": "sgd"}}),
+    "float64, sp, mean of micro-batches": (
+        SP, {}, {}, {"run": {"dtype": "float64"}, "loss": {"normalization": "mean_of_micro_batches"}},
+    ),
     "groups, sp, split backward": (SP, ZB, GROUPS, {}),
     "one head of keys, batch first": ({}, {}, {"num_kv_heads": 1, **BATCH_FIRST}, {}),
     "experts, sequence splits": ({}, PIECES, {"moe": MOE}, {}),

@@ -8,7 +8,7 @@ from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.paddle.experts import PaddleBalance, choose
 from pipeproof.stages.reference import experts as reference
-from tests.stages.staged_run import make_plan
+from tests.stages.references import make_plan
 
 pytestmark = pytest.mark.needs_paddle
 

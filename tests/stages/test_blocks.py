@@ -11,9 +11,8 @@ from pipeproof.stages.paddle.experts import PaddleBalance, PaddleExperts, choose
 from pipeproof.stages.paddle.functional import causal_attention, fork, swiglu
 from pipeproof.stages.paddle.weights import SplitWeights
 from pipeproof.stages.reference.experts import route
-from pipeproof.stages.reference.unpartitioned import run_unpartitioned
+from tests.stages.references import make_plan
 from tests.stages.slopes import assert_slopes, big_weights, whole_model
-from tests.stages.staged_run import StagedRun, make_plan, same_bits
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -132,50 +131,6 @@ def test_latent_attention_is_what_a_loop_over_heads_computes(generic, order, q_r
     for row in range(3):
         own = (slice(None), row) if order == "sbh" else row
         np.testing.assert_allclose(made[own], head_by_head(x[own], weights, mla, 4), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("cut", [(), (2, 5)])
-def test_any_cut_with_experts_and_groups_is_bitwise_the_unpartitioned_model(cut, dtype):
-    model = {"num_kv_heads": 2, "head_size": 6, "moe": {**MOE, "dense_layers": 1}}
-    plan = make_plan(model=model, run={"dtype": dtype, "steps": 3})
-    for ours, reference in zip(StagedRun(plan, cut).steps(), run_unpartitioned(plan), strict=True):
-        assert ours.loss.tobytes() == reference.loss.tobytes()
-        assert same_bits(ours.gradients, reference.gradients) == []
-
-
-def test_experts_that_no_token_visits_have_gradients_of_zero():
-    moe = {**MOE, "top_k": 1, "num_shared_experts": 0}
-    plan = make_plan(
-        model={"moe": moe, "seq_length": 4},
-        schedule={"num_micro_batches": 1, "micro_batch_size": 1},
-        run={"steps": 2, "optimizer": "sgd"},
-    )
-    steps = list(zip(StagedRun(plan).steps(), run_unpartitioned(plan), strict=True))
-    for ours, reference in steps:
-        assert same_bits(ours.gradients, reference.gradients) == []
-    (first, before), (_, after) = steps
-    for name in (name for name in first.gradients if ".experts." in name):
-        idle = [e for e, gradient in enumerate(first.gradients[name]) if not gradient.any()]
-        assert 8 <= len(idle) < 12, "four tokens visit at most four experts"
-        assert all(before.weights[name][e].tobytes() == after.weights[name][e].tobytes() for e in idle)
-
-
-def test_groups_of_rows_have_products_of_their_own_and_w_computes_their_weights(generic):
-    """Experts 1 and 3 get nothing: their gradients are zero, and no other's rows are touched."""
-    sizes, x, weight, y = [2, 0, 3, 0], generic(5, 4), generic(4, 4, 3), generic(5, 3)
-    parameter = paddle.to_tensor(weight, stop_gradient=False)
-    rows, uses = paddle.to_tensor(x, stop_gradient=False), SplitWeights()
-    made = uses.grouped(rows, parameter, sizes)
-    np.testing.assert_allclose(made.numpy(), np.concatenate([x[:2] @ weight[0], x[2:] @ weight[2]]), rtol=1e-13)
-    later = uses.backward(made, paddle.to_tensor(y))
-    assert parameter.grad is None, "I computes no weight gradient"
-    np.testing.assert_allclose(
-        rows.grad.numpy(), np.concatenate([y[:2] @ weight[0].T, y[2:] @ weight[2].T]), rtol=1e-13
-    )
-    later.accumulate()
-    expected = np.stack([x[:2].T @ y[:2], np.zeros((4, 3)), x[2:].T @ y[2:], np.zeros((4, 3))])
-    np.testing.assert_allclose(parameter.grad.numpy(), expected, rtol=1e-13)
 
 
 def test_moved_and_forked_gradients_keep_the_sign_of_zero():

@@ -8,7 +8,7 @@ from pipeproof.stages.common.sequence_splits import GatheredKeys
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.stage import PaddleStage
-from tests.stages.staged_run import make_plan
+from tests.stages.references import make_plan
 
 pytestmark = pytest.mark.needs_paddle
 

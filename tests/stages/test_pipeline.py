@@ -1,4 +1,7 @@
-"""Stages without tensor parallelism have the bits of the unpartitioned model, for every partition."""
+"""The order in which the ordered reference adds, and what a stage refuses.
+
+That stages have the reference's bits is in ``tests/exec/test_reference_bits.py`` and ``test_cuts.py``.
+"""
 
 import numpy as np
 import pytest
@@ -9,39 +12,9 @@ from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.stages.reference.ordered import OrderedModel, Orders, run_ordered
 from pipeproof.stages.reference.unpartitioned import run_unpartitioned
-from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
+from tests.stages.references import make_plan, run_in_order, same_bits
 
 pytestmark = pytest.mark.needs_paddle
-
-CUTS = {1: (), 2: (3,), 3: (1, 4), 4: (1, 2, 6)}
-"""By the number of stages: one that holds only the embedding, one that holds only the head, among others."""
-
-
-@pytest.mark.slow(
-    but=[
-        "float32-adamw-sbh-mean_of_micro_batches",
-        "float32-adamw-bsh-global_tokens",
-        "float64-sgd-sbh-global_tokens",
-        "float64-sgd-bsh-mean_of_micro_batches",
-    ]
-)
-@pytest.mark.parametrize("normalization", ["global_tokens", "mean_of_micro_batches"])
-@pytest.mark.parametrize("order", ["sbh", "bsh"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_any_cut_is_bitwise_the_unpartitioned_model_over_five_steps(dtype, optimizer, order, normalization):
-    plan = make_plan(
-        model={"activation_order": order},
-        loss={"normalization": normalization},
-        run={"dtype": dtype, "optimizer": optimizer, "steps": 5, "seed": 7},
-    )
-    references = list(run_unpartitioned(plan))
-    assert len(references) == 5
-    for cut in CUTS.values():
-        for ours, reference in zip(StagedRun(plan, cut).steps(), references, strict=True):
-            assert ours.loss.dtype == np.dtype(dtype)
-            assert ours.loss.tobytes() == reference.loss.tobytes()
-            assert same_bits(ours.gradients, reference.gradients) == []
 
 
 def test_without_parallelism_the_ordered_model_is_bitwise_the_unpartitioned_one():
@@ -111,20 +84,6 @@ def one_micro_batch(plan, index):
     ((loss,),) = model.losses([micro_batch(plan, 0, index)])
     (loss * loss_scale(plan, 0, index)).backward()
     return {name: model.joined(name, splits) for name, splits in model.gradients().items()}
-
-
-@pytest.mark.parametrize("damage", ["swap", "drop"])
-def test_layers_in_another_order_or_too_few_are_seen_at_once(damage):
-    plan = make_plan(run={"steps": 1})
-    layers = list(describe_gpt(plan))
-    if damage == "swap":
-        layers[1], layers[2] = layers[2], layers[1]
-    else:
-        del layers[2]
-    (ours,), (reference,) = StagedRun(plan, layers=layers).steps(), run_unpartitioned(plan)
-    assert ours.loss != reference.loss
-    common = {name: reference.gradients[name] for name in ours.gradients}
-    assert same_bits(ours.gradients, common) == list(ours.gradients)
 
 
 def test_every_step_and_micro_batch_shows_in_the_gradients():

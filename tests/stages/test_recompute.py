@@ -13,14 +13,13 @@ from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.describe.test_memory import held
-from tests.stages.staged_run import make_plan, same_bits
-from tests.stages.test_split_backward import PARTS, Ranks
+from tests.stages.references import make_plan, same_bits
+from tests.stages.test_split_backward import MOE, PARTS, STREAMS, Ranks
 
 pytestmark = pytest.mark.needs_paddle
 
 GROUPS = {"num_kv_heads": 2, "head_size": 6}
 MLA = {"mla": {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 4, "value_head_size": 3}}
-MOE = {"moe": {"num_experts": 6, "top_k": 2, "ffn_size": 6, "num_shared_experts": 1, "dense_layers": 1}}
 AGAIN = ["selective", "full"]
 
 
@@ -68,11 +67,12 @@ def gone_back(plan, part):
         "model3-1-False-whole",
         "model4-1-False-middle",
         "model1-2-True-whole",
+        "model5-1-False-middle",
     ]
 )
 @pytest.mark.parametrize("part", ["whole", "middle"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
-@pytest.mark.parametrize("model", [{}, GROUPS, MLA, MOE, {**MLA, **MOE, "activation_order": "bsh"}])
+@pytest.mark.parametrize("model", [{}, GROUPS, MLA, MOE, {**MLA, **MOE, "activation_order": "bsh"}, STREAMS])
 def test_gradients_have_the_bits_of_those_without(model, tp, sequence_parallel, part):
     sections = {"model": model, "topology": {"tp": tp, "sequence_parallel": sequence_parallel}}
     _, kept = gone_back(make("none", **sections), part)
@@ -97,7 +97,7 @@ def test_a_block_issues_its_forwards_collectives_once_more_and_attentions_core_n
     assert once["full"][3 * len(forward) :][: len(last)] == last
 
 
-@pytest.mark.parametrize("model", [{}, GROUPS, MLA, MOE])
+@pytest.mark.parametrize("model", [{}, GROUPS, MLA, MOE, STREAMS])
 @pytest.mark.usefixtures("few_objects")
 def test_what_a_micro_batch_holds_between_its_forward_and_its_backward(model):
     """Bytes of the host's allocator: of two blocks their inputs alone, or all but attention's probabilities."""
@@ -113,7 +113,7 @@ def test_what_a_micro_batch_holds_between_its_forward_and_its_backward(model):
         gradients.accumulate()
         assert allocated() == before
         now[recompute] = after_forward - before, after_input - before
-    of_boundary = 4 * 8 * 2 * 16
+    of_boundary = 4 * 8 * 2 * 16 * ranks.plan.gpt.num_streams
     assert now["full"][0] == 2 * of_boundary + of_boundary  # with the output, which is the next stage's
     core = 4 * 4 * 2 * 8 * 8  # probabilities of four heads, two rows, eight queries and as many keys
     counted = held(make_plan(memory={"attention": "unfused"}, model=model), ("layer.1",), MicroBatchSize(8, 2))

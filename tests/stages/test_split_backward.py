@@ -11,7 +11,7 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.features import GPT3, QWEN3
-from tests.stages.staged_run import make_plan, same_bits
+from tests.stages.references import make_plan, same_bits
 from tests.stages.world import World
 
 pytestmark = pytest.mark.needs_paddle
@@ -20,6 +20,8 @@ NUM_MICRO_BATCHES = 3
 PARTS = {"whole": (0, 7), "first": (0, 2), "embed": (0, 1), "middle": (2, 4), "norm": (5, 6), "head": (6, 7)}
 """Layers of a stage: of 4 blocks between the embedding and norm and head."""
 ALL_PARTS = {**GPT3, **QWEN3, "tied_embedding": False}
+MOE = {"moe": {"num_experts": 6, "top_k": 2, "ffn_size": 6, "num_shared_experts": 1, "dense_layers": 1}}
+STREAMS = {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 4}}
 
 
 class Ranks:
@@ -43,7 +45,11 @@ class Ranks:
         """The input, None of a stage that embeds, and the output."""
         model, topology = self.plan.model, self.plan.topology
         length = model.seq_length // (topology.tp if topology.sequence_parallel else 1)
-        given = None if self.embeds else self.drawn("input", index, [length, 2, model.hidden_size])
+        given = (
+            None
+            if self.embeds
+            else self.drawn("input", index, [length, 2, self.plan.gpt.num_streams * model.hidden_size])
+        )
         if given is not None:
             given.stop_gradient = False
         return given, self.stages[rank].forward(given, micro_batch(self.plan, 0, index), step=0, index=index)
@@ -71,9 +77,16 @@ def test_weight_gradients_that_wait_have_the_bits_of_the_whole_backward(tp, sequ
     assert_equal_backwards(make_plan(topology=topology, run={"dtype": dtype}), part)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_weight_gradients_of_biases_positions_and_norms_wait_too(part):
-    assert_equal_backwards(make_plan(model=ALL_PARTS, topology={"tp": 2, "sequence_parallel": True}), part)
+@pytest.mark.parametrize(
+    ("part", "model"),
+    [
+        *((part, ALL_PARTS) for part in PARTS),
+        *((part, model) for part in ("first", "middle") for model in (MOE, STREAMS)),
+    ],
+)
+def test_weight_gradients_of_other_layers_wait_too(part, model):
+    """Biases, positions, norms, experts and routers, gates of streams."""
+    assert_equal_backwards(make_plan(model=model, topology={"tp": 2, "sequence_parallel": True}), part)
 
 
 def assert_equal_backwards(plan, part):
@@ -175,7 +188,7 @@ def test_weight_gradients_are_added_once(pending):
 
 RELEASED = [
     *((part, {"model": model}) for part in ("first", "embed", "middle", "norm") for model in ({}, ALL_PARTS)),
-    ("first", {"model": {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 4}}}),
+    ("first", {"model": STREAMS}),
     ("middle", {"memory": {"recompute": "selective"}}),
     ("middle", {"memory": {"recompute": "full"}}),
 ]

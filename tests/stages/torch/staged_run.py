@@ -1,13 +1,15 @@
 """A plan trained through ``TorchStage`` in one process: any cut into stages, and ranks of all axes."""
 
 import itertools
+from itertools import pairwise
 
 import torch
 
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.reference_state import StepResult
 from pipeproof.stages.torch.optimizer import GradientClip, StageOptimizer
 from pipeproof.stages.torch.stage import StepBatches, TorchStage
-from tests.stages.stage_chain import StageChain
+from tests.stages.world import World
 
 CPU = torch.device("cpu")
 
@@ -17,23 +19,26 @@ def array_of(tensor):
     return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).clone().numpy()
 
 
-class StagedRun(StageChain):
+class StagedRun:
     """``cut`` lists where stages begin, besides at layer 0.
 
     With ``delayed`` the gradients of weights of all work items come after all backwards, in their order.
     """
 
     def __init__(self, plan, cut=(), *, delayed=False, watch=None):
-        def make(layers, _, rank):
-            at = rank.coords["tp"], rank, rank.coords["ep"], rank
-            return TorchStage(plan, layers, CPU, *at, context=rank)
-
-        def enter(activation):
-            return activation.detach().requires_grad_()
-
-        sizes = {axis: getattr(plan.topology, axis) for axis in ("tp", "ep", "cp")}
-        super().__init__(plan, cut, torch, make, enter, **sizes)
-        self.delayed, self.watch = delayed, watch
+        self.plan, self.layers, self.delayed, self.watch = plan, describe_gpt(plan), delayed, watch
+        self.world = World(torch, **{axis: getattr(plan.topology, axis) for axis in ("tp", "ep", "cp")})
+        parts = [self.layers[a:b] for a, b in pairwise([0, *cut, len(self.layers)])]
+        self.stages = [
+            [
+                TorchStage(plan, part, CPU, rank.coords["tp"], rank, rank.coords["ep"], rank, context=rank)
+                for part in parts
+            ]
+            for rank in self.world.ranks
+        ]
+        self.parameters = [parameter for layer in self.layers for parameter in layer.parameters]
+        self.issued = []
+        """For each work item and rank: the operations issued forward, backward and for gradients of weights."""
         self.optimizers = [StageOptimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]
 
     def steps(self):
@@ -90,6 +95,28 @@ class StagedRun(StageChain):
         for stage in stages:
             stage.return_gradients()
         return losses if coords["tp"] == 0 else []
+
+    def forward(self, place, batch, **where):
+        """The stages' inputs and outputs, and the losses."""
+        inputs, outputs, activation = [], [], None
+        for stage in self.stages[place]:
+            inputs.append(None if activation is None else activation.detach().requires_grad_())
+            activation = stage.forward(inputs[-1], batch, **where)
+            outputs.append(activation)
+        return inputs, outputs, self.stages[place][-1].losses
+
+    def backward(self, place, inputs, outputs):
+        """The gradients of weights of each stage, which are still to be accumulated."""
+        gradient, later = None, []
+        for stage, received, output in zip(*map(reversed, (self.stages[place], inputs, outputs)), strict=True):
+            later.append(stage.backward_input(output, gradient))
+            gradient = None if received is None else received.grad
+        return later
+
+    def take_issued(self, place):
+        issued = list(self.world.ranks[place].issued)
+        self.world.ranks[place].issued.clear()
+        return issued
 
     def _of_rank(self, place, name):
         """All copies of a weight on a rank, by stage."""

@@ -43,10 +43,10 @@ def plan_of(size, seed, *, mtp=None):
                 "mtp": mtp, "compressed_attention": {**spec, "layer_types": types, "documents": None},
                 "moe": {
                     "num_experts": experts, "top_k": int(draw(2, experts)), "ffn_size": int(draw(4, 10)),
-                    "num_shared_experts": 1, "score": "sqrtsoftplus", "routed_scale": 1.5, "hash_layers": 2,
-                    "expert_bias_rate": 0.1,
+                    "num_shared_experts": 1, "score": ["sqrtsoftplus", "sigmoid"][seed % 2], "routed_scale": 1.5,
+                    "hash_layers": 2, "expert_bias_rate": 0.1,
                 },
-                "swiglu_limit": 1.0, "swiglu_formula": "silu",
+                "swiglu_limit": 0.4, "swiglu_formula": "silu",
                 "hyper_connections": {
                     "streams": int(draw(2, 5)), "sinkhorn_iterations": int(draw(2, 6)), "sinkhorn": "softmax",
                     "epsilon": 1e-6, "transposed": True, "contraction": "learned",
