@@ -44,6 +44,14 @@ def test_other_texts_are_no_types(text):
         axis_type(text)
 
 
+def product(x, w):
+    p = program()
+    p.input("x", "s h", tp=x)
+    p.parameter("w", "h f", tp=w)
+    p.multiply("y", "x", "w", over="h")
+    return p
+
+
 @pytest.mark.parametrize(
     ("x", "w", "made"),
     [
@@ -57,11 +65,7 @@ def test_other_texts_are_no_types(text):
     ],
 )
 def test_matmul(x, w, made):
-    p = program()
-    p.input("x", "s h", tp=x)
-    p.parameter("w", "h f", tp=w)
-    p.multiply("y", "x", "w", over="h")
-    assert type_of(p, "y") == made
+    assert type_of(product(x, w), "y") == made
 
 
 @pytest.mark.parametrize(
@@ -76,11 +80,7 @@ def test_matmul(x, w, made):
     ],
 )
 def test_matmul_refuses(x, w):
-    p = program()
-    p.input("x", "s h", tp=x)
-    p.parameter("w", "h f", tp=w)
-    p.multiply("y", "x", "w", over="h")
-    assert [reason for _, _, reason in problems(p)] == [Reason.OPERAND]
+    assert [reason for _, _, reason in problems(product(x, w))] == [Reason.OPERAND]
 
 
 CHANGES = [

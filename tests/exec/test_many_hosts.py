@@ -262,18 +262,13 @@ def test_a_stopped_rank_is_named_on_both_hosts(hosts, running):
         assert "the waits end at rank 2" in hosts.output(host)
 
 
-def test_a_host_that_is_lost_is_named_by_the_other(hosts, running):
+@pytest.mark.parametrize(("lost", "statuses", "rank"), [(0, [-9, 3], 1), (1, [3, -9], 2)])
+def test_a_host_that_is_lost_is_named_by_the_other(hosts, running, lost, statuses, rank):
+    """The first has the store."""
     processes, _ = running
-    os.killpg(processes[1].pid, signal.SIGKILL)
-    assert [process.wait(PATIENCE_S) for process in processes] == [3, -9]
-    assert "for rank 2: " in hosts.output(0)
-
-
-def test_the_loss_of_the_stores_host_ends_the_other(hosts, running):
-    processes, _ = running
-    os.killpg(processes[0].pid, signal.SIGKILL)
-    assert [process.wait(PATIENCE_S) for process in processes] == [-9, 3]
-    assert "for rank 1: " in hosts.output(1)
+    os.killpg(processes[lost].pid, signal.SIGKILL)
+    assert [process.wait(PATIENCE_S) for process in processes] == statuses
+    assert f"for rank {rank}: " in hosts.output(1 - lost)
 
 
 def test_a_network_that_is_cut_ends_both_hosts(hosts, running):

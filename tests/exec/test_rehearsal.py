@@ -196,12 +196,19 @@ def on_kind(one, kind, act, rank=0):
     return Faults(gathered=lambda r, g, call, parts: act(parts) if (r, g, call) == (rank, *place) else parts), text
 
 
-def test_members_that_are_gathered_in_another_order_are_named():
-    one = subject(topology={"pp": 1, "tp": 2, "sequence_parallel": True})
-    faults, text = on_kind(one, "ALL_GATHER", lambda parts: parts[::-1])
-    (finding,) = found_in(rehearsed(one, faults))
-    assert finding.message.startswith(f"rank 0, step 0, {text} over tp ranks 0, 1: elements 0..")
-    assert f" of {text} of rank 1, step 0; expected are elements 0.." in finding.message
+@pytest.mark.parametrize(
+    ("kind", "axis", "sections"),
+    [
+        ("ALL_GATHER", "tp", {"topology": {"pp": 1, "tp": 2, "sequence_parallel": True}}),
+        ("ALL_TO_ALL", "ep", {"topology": {"pp": 1, "ep": 2}, "model": {"moe": {**MOE, "expert_bias_rate": None}}}),
+    ],
+)
+def test_parts_that_come_from_another_member_are_named(kind, axis, sections):
+    one = subject(**sections)
+    faults, text = on_kind(one, kind, lambda parts: parts[::-1])
+    message = message_of(rehearsed(one, faults))
+    assert message.startswith(f"rank 0, step 0, {text} over {axis} ranks 0, 1: elements 0..")
+    assert f" of {text} of rank 1, step 0; expected are elements 0.." in message
 
 
 def test_a_member_whose_share_is_not_in_a_sum_is_named():
@@ -221,14 +228,6 @@ def test_a_sum_that_is_wrong_at_one_element_is_named_with_it():
     one = subject(topology={"pp": 1, "tp": 2})
     faults, _ = on_kind(one, "ALL_REDUCE", spoil)
     assert "elements 7..8 are not the sum over ranks [0, 1]: element 7 is " in message_of(rehearsed(one, faults))
-
-
-def test_tokens_that_come_from_another_member_are_named():
-    one = subject(topology={"pp": 1, "ep": 2}, model={"moe": {**MOE, "expert_bias_rate": None}})
-    faults, text = on_kind(one, "ALL_TO_ALL", lambda parts: parts[::-1])
-    message = message_of(rehearsed(one, faults))
-    assert message.startswith(f"rank 0, step 0, {text} over ep ranks 0, 1: ")
-    assert f" of {text} of rank 1, step 0; expected are " in message
 
 
 @pytest.mark.parametrize("sections", [{"schedule": {"kind": "gpipe"}}, {"topology": {"pp": 4}}])

@@ -258,13 +258,31 @@ ENDED = {1, 3}
 SLOW = pytest.mark.slow
 
 
-def test_a_rank_that_sleeps_in_a_module_is_named_and_ended():
-    ended = Ended("sleep", 2)
+STALLS = {
+    "sleep": [
+        "the pipeline made no progress for 10 s",
+        r"rank 0 waits in step 0 for rank 1: WAIT\(0RECV_B\d\), at \S*pipeline_ends\.py:\d+",
+        r"rank 1 is in step 0, 1F1 \(stage 1, micro-batch 1\), at \S*pipeline_ends\.py:\d+",
+    ],
+    "no_step": [
+        "rank 0 waits in step 1 for rank 1: the call of a step, at ",
+        r"rank 1 is outside of step\(\), at \S*pipeline_ends\.py:\d+",
+    ],
+    "deadlock": [
+        r"rank 0 waits in step 0 for rank 1: WAIT\(0RECV_B0\), at ",
+        r"rank 1 waits in step 0 for rank 0: WAIT\(1RECV_F1\), at ",
+    ],
+}
+
+
+@pytest.mark.slow(but=["sleep"])
+@pytest.mark.parametrize("stall", STALLS)
+def test_both_ranks_of_a_stall_are_named_and_ended(stall):
+    ended = Ended(stall, 2)
     assert set(ended.statuses()) <= ENDED, ended.outputs
+    assert ("UserWarning: the plan is not proved" in ended.outputs[0]) == (stall == "deadlock")
     for text in ended.outputs:
-        assert "the pipeline made no progress for 10 s" in text
-        assert re.search(r"rank 0 waits in step 0 for rank 1: WAIT\(0RECV_B\d\), at \S*pipeline_ends\.py:\d+", text)
-        assert re.search(r"rank 1 is in step 0, 1F1 \(stage 1, micro-batch 1\), at \S*pipeline_ends\.py:\d+", text)
+        assert all(re.search(expected, text) for expected in STALLS[stall]), text
 
 
 @SLOW
@@ -289,25 +307,6 @@ def test_a_killed_rank_is_named_by_the_one_that_waits_for_it(failure, killed, st
     assert re.search(rf"its communication ended while it waits in step {step} for rank {killed}: \S*(SEND|RECV)_", text)
     assert "the peer's process has probably ended" in text
     assert "During handling of" not in text
-
-
-@SLOW
-def test_a_rank_that_never_steps_is_named_and_ended():
-    ended = Ended("no_step", 2)
-    assert set(ended.statuses()) <= ENDED, ended.outputs
-    for text in ended.outputs:
-        assert "rank 0 waits in step 1 for rank 1: the call of a step, at " in text
-        assert re.search(r"rank 1 is outside of step\(\), at \S*pipeline_ends\.py:\d+", text)
-
-
-@SLOW
-def test_a_planted_deadlock_is_named_on_both_ranks():
-    ended = Ended("deadlock", 2)
-    assert set(ended.statuses()) <= ENDED, ended.outputs
-    assert "UserWarning: the plan is not proved" in ended.outputs[0]
-    for text in ended.outputs:
-        assert "rank 0 waits in step 0 for rank 1: WAIT(0RECV_B0), at " in text
-        assert "rank 1 waits in step 0 for rank 0: WAIT(1RECV_F1), at " in text
 
 
 @SLOW
