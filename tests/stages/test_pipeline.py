@@ -100,20 +100,3 @@ def test_a_stage_takes_an_activation_exactly_where_it_does_not_embed(names, give
     stage = PaddleStage(plan, [layer for layer in describe_gpt(plan) if layer.name in names])
     with pytest.raises(ValueError, match="first layer is not 'embed'"):
         stage.forward(object() if given else None, micro_batch(plan, 0, 0), step=0, index=0)
-
-
-def test_layers_of_a_stage_must_differ():
-    plan = make_plan()
-    embed = describe_gpt(plan)[0]
-    with pytest.raises(ValueError, match="different layers"):
-        PaddleStage(plan, [embed, embed])
-    with pytest.raises(ValueError, match="different layers"):
-        PaddleStage(plan, [])
-
-
-def test_tensor_parallel_ranks_need_collectives_and_a_rank_that_exists():
-    plan = make_plan(topology={"tp": 2})
-    with pytest.raises(ValueError, match="need collectives"):
-        PaddleStage(plan, describe_gpt(plan), 0)
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        PaddleStage(plan, describe_gpt(plan), 2)

@@ -78,10 +78,11 @@ def test_an_activation_is_taken_exactly_where_the_model_does_not_begin():
         TorchStage(plan, layers[-2:], CPU).forward(None, batches.work_item(0), step=0, index=0)
 
 
-def test_a_stage_has_different_layers():
+@pytest.mark.parametrize(("num", "got"), [(2, r"\['embed', 'embed'\]"), (0, r"\[\]")])
+def test_a_stage_has_different_layers(num, got):
     plan = make_plan("plain")
-    with pytest.raises(ValueError, match=r"one or more different layers, got \['embed', 'embed'\]"):
-        TorchStage(plan, [describe_gpt(plan)[0]] * 2, CPU)
+    with pytest.raises(ValueError, match=f"one or more different layers, got {got}"):
+        TorchStage(plan, [describe_gpt(plan)[0]] * num, CPU)
 
 
 def test_a_stage_of_one_part_of_each_sequence_needs_collectives():
