@@ -10,6 +10,7 @@ from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import BadPlanAtError, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, listed
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind, assigned, stages_of_ranks
+from pipeproof.schedule.module_programs import module_schedule
 from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
@@ -53,6 +54,8 @@ def plan_schedule(plan: PlanSpec) -> Schedule:
             placement=stages_of_ranks(plan) if kind.placement is Placement.ANY else None,
             overlaps=schedule.alternation is not None,
         )
+        if plan.modules:
+            return module_schedule(plan, kind, request)
         generated = kind.generate(request)
         return generated if placement is None or kind.placement is Placement.ANY else assigned(generated, placement)
     except UnfitSizesError as error:
@@ -84,7 +87,7 @@ def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:
     """Raise UnfitSizesError for keys that do not go with the kind."""
     schedule = plan.schedule
     chunks, most = _num_chunks(plan, kind), kind.max_chunks
-    if chunks < kind.min_chunks or (most is not None and chunks > most):
+    if not plan.modules and (chunks < kind.min_chunks or (most is not None and chunks > most)):
         few = "one stage" if kind.min_chunks == 1 else f"{kind.min_chunks} stages"
         takes = few if most is not None else f"{kind.min_chunks} or more stages"
         near = kind.min_chunks if most is None else min(max(chunks, kind.min_chunks), most)
@@ -126,7 +129,7 @@ def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:
 def _num_chunks(plan: PlanSpec, kind: ScheduleKind) -> int:
     """Number of stages of each rank, copies counted once, from ``num_chunks`` or from the listed placement."""
     placement, num_ranks = plan.schedule.placement, plan.topology.pp
-    if not isinstance(placement, tuple):
+    if plan.modules or not isinstance(placement, tuple):
         return plan.schedule.num_chunks
     key = ("schedule", "placement")
     if sum(map(len, placement)) > plan.num_stages and kind.placement is not Placement.BOTH_WAYS:

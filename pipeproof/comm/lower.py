@@ -46,6 +46,7 @@ from pipeproof.cost.plan_times import link_times, shares_of_parts, with_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError, Finding, Severity
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.columns import NONE, work_item_of
+from pipeproof.schedule.module_programs import module_placement
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
 from pipeproof.schedule.programs import Time, asap, even_costs
@@ -118,9 +119,12 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
 
 
 def _require_single_stages(plan: PlanContext) -> None:
-    """Refuse direct edges of a schedule that has copies of stages: which copy sends to which is not planned."""
-    if plan.direct and plan.has_copies:
-        message = f"`{plan.direct[0].name}` is sent directly, and several ranks have a copy of a stage"
+    """Refuse direct edges between copies of stages, unless they are replicas: then a rank has both ends or one."""
+    for edge in plan.direct if plan.has_copies else ():
+        ends = {plan.holders[stage] for stage in (edge.producer, *edge.consumers)}
+        if plan.spec.modules and sum(map(len, ends)) == len({rank for holders in ends for rank in holders}):
+            continue
+        message = f"`{edge.name}` is sent directly, and several ranks have a copy of a stage"
         raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help="use `route: relay`"), ("edges",))
 
 
@@ -219,6 +223,8 @@ def expected_schedule(spec: PlanSpec) -> Expected:
 
     schedule = spec.schedule
     placed = schedule.placement if isinstance(schedule.placement, tuple) else None
+    if spec.modules and placed is None:
+        placed = module_placement(spec)
     return Expected(spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed, schedule.num_sequence_splits)
 
 

@@ -169,8 +169,12 @@ class PlanContext:
     def owner(self) -> IntColumn:
         """The pipeline rank that computes each work item of each stage, shape [stages, work items].
 
-        If no rank computes a work item, this is the first holder of the stage.
+        Replicas of a module share the micro-batches in turns. Of other copies the programs say it; if no rank computes
+        a work item, this is the first holder of the stage.
         """
+        if self.spec.modules:
+            turns = [[ranks[m % len(ranks)] for m in range(self.num_work_items)] for ranks in self.holders]
+            return np.array(turns, dtype=np.int64)
         owner = np.array([ranks[0] if ranks else NONE for ranks in self.holders], dtype=np.int64)
         owner = np.repeat(owner[:, None], self.num_work_items, axis=1)
         if self.has_copies:
@@ -178,6 +182,14 @@ class PlanContext:
                 for op in program:
                     owner[op.stage, work_item_of(op, self.num_splits)] = rank
         return owner
+
+    def module_of(self, pp: int) -> tuple[str, int, int] | None:
+        """The module of a pipeline rank: its name, the rank's replica and the number of replicas; None without one."""
+        for module in self.spec.modules:
+            for holders in self.holders[module.stages[0] : module.stages[1] + 1]:
+                if pp in holders:
+                    return module.name, holders.index(pp), module.dp
+        return None
 
     def receivers(self, edge: DirectEdge) -> tuple[int, ...]:
         """The consumers that get a direct edge's message: the first on each other rank, for all of that rank."""

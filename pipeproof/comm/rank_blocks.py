@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeproof.comm.plan_context import PACKED, BoundaryTensors, PlanContext, is_packed
@@ -65,6 +66,7 @@ class Work(NamedTuple):
 
     Its kind and stage, the size of its work item, and the pipeline ranks that
     have this work item on the stages before and after (``NONE`` at the ends).
+    ``turn`` is a work item on the same ranks: those at the other ends of direct edges may depend on it.
     """
 
     kind: OpKind
@@ -72,6 +74,7 @@ class Work(NamedTuple):
     variant: int
     before: int
     after: int
+    turn: int = 0
 
 
 class RankBlocks:
@@ -184,10 +187,10 @@ class RankBlocks:
         A W reads the activations that F and I kept.
         """
         if work.kind is OpKind.FORWARD:
-            return self._transfers(OpKind.RECV_FORWARD, work.stage, batch, work.before)
+            return self._transfers(OpKind.RECV_FORWARD, work, batch, work.before)
         if work.kind is OpKind.BACKWARD_WEIGHT:
             return []
-        return self._transfers(OpKind.RECV_BACKWARD, work.stage, batch, work.after)
+        return self._transfers(OpKind.RECV_BACKWARD, work, batch, work.after)
 
     def compute(self, work: Work, batch: int) -> Iterator[Row]:
         """A computation with the collectives inside it; the use of the block defines its pair."""
@@ -271,20 +274,21 @@ class RankBlocks:
     def sends_of(self, work: Work, batch: int) -> list[tuple[Op, int]]:
         """The sends of a computation's output, with the pipeline rank that receives it."""
         if work.kind is OpKind.FORWARD:
-            return self._transfers(OpKind.SEND_FORWARD, work.stage, batch, work.after)
+            return self._transfers(OpKind.SEND_FORWARD, work, batch, work.after)
         if work.kind is OpKind.BACKWARD_WEIGHT:
             return []
-        return self._transfers(OpKind.SEND_BACKWARD, work.stage, batch, work.before)
+        return self._transfers(OpKind.SEND_BACKWARD, work, batch, work.before)
 
-    def _transfers(self, kind: OpKind, stage: int, batch: int, neighbour: int) -> list[tuple[Op, int]]:
+    def _transfers(self, kind: OpKind, work: Work, batch: int, neighbour: int) -> list[tuple[Op, int]]:
         """The transfers of a kind around a computation: to or from the next stage, then past it by direct edges.
 
         Gradients arrive in the order in which they are added: from the last consumer to the first.
         """
+        stage, owner = work.stage, self._plan.owner
         neighbours = [(Op(kind, stage, batch), neighbour)] if self._is_elsewhere(neighbour) else []
         others = {other for _, other in self._direct(kind, stage)} if self._plan.direct else ()
         return neighbours + [
-            (Op(kind, stage, batch, index=other), self._plan.holders[other][0])
+            (Op(kind, stage, batch, index=other), int(owner[other, work.turn]))
             for other in sorted(others, reverse=kind is OpKind.RECV_BACKWARD)
         ]
 
@@ -299,7 +303,7 @@ class RankBlocks:
             yield from (
                 (number, other)
                 for own, other in ends
-                if own == stage and self._is_elsewhere(self._plan.holders[other][0])
+                if own == stage and self._coords["pp"] not in self._plan.holders[other]
             )
 
     def waits_late(self, send: Op) -> bool:
@@ -325,7 +329,8 @@ class RankBlocks:
         owner, stage = self._plan.owner, op.stage
         before = int(owner[stage - 1, work_item]) if stage else NONE
         after = int(owner[stage + 1, work_item]) if stage + 1 < len(owner) else NONE
-        return Work(op.kind, stage, self.variant(work_item), before, after)
+        turn = work_item % lcm(*self._plan.spec.num_replicas) if self._plan.direct else 0
+        return Work(op.kind, stage, self.variant(work_item), before, after, turn)
 
     def _release(self, send: Op, variant: int, when: str) -> Iterator[Row]:
         """Free the output that a forward send or its slices read, if ``buffers.free_output`` is ``when``."""

@@ -125,10 +125,10 @@ class StepEnd:
 
     @cached_property
     def _stages(self) -> list[int]:
-        """The stages of the rank; none if no gradient is made."""
+        """The trained stages of the rank; none if no gradient is made."""
         program = self._plan.programs[self._coords["pp"]]
         is_training = any(op.kind is not OpKind.FORWARD for op in program)
-        return sorted({op.stage for op in program}) if is_training else []
+        return sorted({op.stage for op in program} - self._plan.spec.frozen_stages) if is_training else []
 
     def ready_behind(self, reduce_axes: Sequence[str]) -> Mapping[Op, Sequence[int]]:
         """The stages whose sums do not wait for the end, by the last computation that adds to their gradients.

@@ -186,7 +186,12 @@ class _Works:
             np.maximum.at(inside, sort, timed.inside[self._rows])
         inside_us = [time * GRID_US for time in inside.tolist()]
         ops = [graph.ops[op_id] for op_id in self._rows[examples].tolist()]
-        whole = [work_us(op, cost) / (share if op.kind in COMPUTE_KINDS else 1) for op in ops]
+        frozen = lowered.spec.frozen_stages
+        timed_as = [
+            op._replace(kind=OpKind.BACKWARD_INPUT) if op.stage in frozen and op.kind is OpKind.BACKWARD else op
+            for op in ops
+        ]
+        whole = [work_us(op, cost) / (share if op.kind in COMPUTE_KINDS else 1) for op in timed_as]
         in_pairs = np.isin(self._rows, [*overlapped, *overlapped.values()])
         for index in np.unique(sort[~in_pairs]).tolist():
             self._require_room(str(ops[index].kind), ops[index], whole[index], inside_us[index])

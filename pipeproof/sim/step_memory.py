@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import ceil, prod
 
@@ -47,7 +48,7 @@ from pipeproof.sim.op_durations import COPIED
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer import layer_kind
-from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
+from pipeproof.stages.describe.model_family import frozen_bytes, input_lifetime, stored_activations
 from pipeproof.stages.describe.stage_memory import (
     Lifetime,
     StateBytes,
@@ -85,8 +86,18 @@ def memory_of(
 
 
 def stage_holdings(lowered: LoweredPlan, stage: int, variant: int = 0) -> tuple[StoredActivation, ...]:
-    """Activations that a stage stores for one work item, by operation."""
+    """Activations that a stage stores for one work item, by operation; none for a stage without a backward."""
+    if stage < lowered.spec.first_trained:
+        return ()
     return stored_activations(lowered.spec, lowered.layers_of(stage), lowered.sizes[variant])
+
+
+def state_of_stage(lowered: LoweredPlan, stage: int, pp: int) -> StateBytes:
+    """Bytes of the state of a stage on a pipeline rank; a frozen stage has its weights alone."""
+    state = state_of_weights(lowered.spec, lowered.weights_of(stage, pp))
+    if stage not in lowered.spec.frozen_stages:
+        return state
+    return replace(state, parameters=frozen_bytes(lowered.spec, lowered.stages[stage]))
 
 
 class _Step:
@@ -165,7 +176,7 @@ class _Step:
         """The states by stage and pipeline rank."""
         lowered = self._lowered
         return {
-            (stage, pp): state_of_weights(lowered.spec, lowered.weights_of(stage, pp))
+            (stage, pp): state_of_stage(lowered, stage, pp)
             for stage, holders in enumerate(lowered.holders)
             for pp in holders
         }
@@ -263,7 +274,7 @@ class _Step:
             held: list[tuple[IntColumn, IntColumn]] = []
             if users and not lowered.receivers(edge):  # otherwise it is counted as sent
                 made = self._at_stage(edge.producer, *_FORWARD)
-                held.append((made, self._read_by(made, users) if self._forward_only else self._used(made)))
+                held.append((made, np.where(self._lacks_backward(made), self._read_by(made, users), self._used(made))))
             for user in users if edge.has_gradient else ():
                 back = self._at_stage(user, *_INPUT)
                 held.append((back, clock.end_of(clock.look_up(back, clock.rows(*_INPUT), edge.producer))))
@@ -309,6 +320,10 @@ class _Step:
     def _forward_only(self) -> bool:
         return not len(self._clock.rows(*_INPUT, OpKind.BACKWARD_WEIGHT))
 
+    def _lacks_backward(self, rows: IntColumn) -> BoolColumn:
+        """Mask of the operations of stages without a backward: of all in an evaluation, else of frozen ones."""
+        return np.asarray(self._forward_only | (self._graph.stage[rows] < self._lowered.spec.first_trained))
+
     def _of_tensors(self, kind: OpKind) -> IntColumn:
         rows = self._clock.rows(kind)
         return np.asarray(rows[self._graph.tensor[rows] != NONE])
@@ -342,9 +357,8 @@ class _Step:
         """Time until which a received input is counted as a message."""
         clock = self._clock
         forward = clock.partner(rows, *_FORWARD)
-        if self._forward_only:
-            return np.maximum(clock.end_of(forward), self._direct_reads(rows))
-        return np.where(self._is_kept(rows), clock.start_of(forward), self._used(rows))
+        used = np.where(self._is_kept(rows), clock.start_of(forward), self._used(rows))
+        return np.where(self._lacks_backward(rows), np.maximum(clock.end_of(forward), self._direct_reads(rows)), used)
 
     def _used(self, rows: IntColumn) -> IntColumn:
         """End of the I or B of each operation's work item."""
@@ -364,12 +378,11 @@ class _Step:
     def _output_leaves(self, rows: IntColumn, arrived: IntColumn) -> IntColumn:
         """Time at which the output of a stage is freed."""
         clock, graph = self._clock, self._graph
-        if self._forward_only:
-            return np.maximum(arrived, self._direct_reads(rows))
         frees = clock.rows(OpKind.FREE)
         sent = [KIND_CODE[OpKind.SEND_FORWARD], KIND_CODE[OpKind.SLICE_FORWARD]]
         freed = clock.look_up(rows, frees[np.isin(graph.target_kind[frees], sent)])
-        return np.where(freed == NONE, clock.end_of(clock.partner(rows, *_INPUT)), clock.starts[freed])
+        until = np.where(freed == NONE, clock.end_of(clock.partner(rows, *_INPUT)), clock.starts[freed])
+        return np.where(self._lacks_backward(rows), np.maximum(arrived, self._direct_reads(rows)), until)
 
     def _arrival(self, sends: IntColumn) -> IntColumn:
         """Arrival of each sent tensor; the end of the step if it never arrives."""

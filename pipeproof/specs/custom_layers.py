@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Annotated, Literal, TypeAlias
 
@@ -9,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from pipeproof.diagnostics.problems import Problem, describe_value, problems_error
 from pipeproof.specs.exact_times import TIME_KEYS, Time
-from pipeproof.specs.section import FROM_LIST, Section
+from pipeproof.specs.section import FROM_LIST, Section, divisors
 
 ROWS = "b"
 """The size of a shape that means the rows of a micro-batch."""
@@ -36,6 +37,10 @@ LayerDtype: TypeAlias = Literal[
     "float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
 """A type of layer outputs."""
+
+
+Stage = Annotated[int, Field(ge=0, le=2**20)]
+"""The number of a stage."""
 
 
 class LayerOutputSpec(Section):
@@ -132,6 +137,67 @@ class LayerEdgeSpec(LayerOutputSpec):
         description="relay: each stage passes the tensor on to the next one; direct: the producer's stage sends it to "
         "each rank with a consumer, and each consumer's stage sends its gradient back.",
     )
+
+
+class ModuleSpec(Section):
+    """A part of the model with pipeline ranks of its own, such as an encoder.
+
+    All modules work on the same micro-batches. Replica r of ``dp`` computes the micro-batches m with m mod ``dp`` = r.
+    """
+
+    name: str = Field(
+        description="Name of the module, in messages.", json_schema_extra={"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"}
+    )
+    stages: Annotated[tuple[Stage, ...], FROM_LIST] = Field(
+        description="The first and the last stage of the module; the next module begins with the next stage.",
+        json_schema_extra={"minItems": 2, "maxItems": 2},
+    )
+    pp: int | None = Field(
+        default=None, ge=1, le=2**16, description="Pipeline ranks of one replica; without it, one for each stage."
+    )
+    dp: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Replicas of the module. Micro-batch m belongs to replica m mod dp. The gradients of replicas are "
+        "summed.",
+    )
+    tp: int = Field(default=1, ge=1, le=2**16, description="Only 1: no declaration shards a layer.")
+    cp: int = Field(default=1, ge=1, le=2**16, description="Only 1.")
+    ep: int = Field(default=1, ge=1, le=2**16, description="Only 1.")
+    frozen: bool = Field(
+        default=False,
+        description="Whether the weights of the module are not trained: no weight gradients and no optimizer. If no "
+        "module before it is trained either, it has no backward.",
+    )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.stages[1] - self.stages[0] + 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks of one replica."""
+        return self.pp or self.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of each rank."""
+        return self.num_stages // self.num_ranks
+
+    def _problems(self) -> Iterator[Problem]:
+        """PP106: no axis shards a module; PP108: its stages divide over its ranks."""
+        for axis in ("tp", "cp", "ep"):
+            if getattr(self, axis) > 1:
+                message = f"module `{self.name}` has {axis} {getattr(self, axis)}, and each of its ranks holds whole "
+                yield Problem("PP106", (axis,), message + "layers", help=f"remove {axis}, or use dp")
+        if len(self.stages) != 2 or self.stages[0] > self.stages[1]:
+            message = f"module `{self.name}` has the stages {[*self.stages]}, which are not its first and its last"
+            yield Problem("PP106", ("stages",), message, help="write [first, last]")
+        elif self.num_stages % self.num_ranks:
+            message = f"module `{self.name}` has {self.num_stages} stages, which do not divide over its pp {self.pp}"
+            yield Problem("PP108", ("pp",), message, help=f"set pp to {divisors(self.num_stages, self.num_ranks)}")
 
 
 class CustomModelSpec(Section):

@@ -195,6 +195,7 @@ def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> Iterator[
     yield from _check_times(model)
     yield from _check_lengths(plan, model)
     yield from _check_edges(plan, model)
+    yield from _check_modules(plan, model)
     for is_set, path, fact, fix in (*_refused_splits(plan), *_refused_work(plan, model)):
         if is_set:
             yield Problem("PP106", path, fact, help=fix)
@@ -235,6 +236,53 @@ def _check_lengths(plan: PlanSections, model: CustomModelSpec) -> Iterator[Probl
             message = f"{what} has the size `{SEQUENCE}`, and schedule.seq_lengths is not given"
             fix = "give the length of each micro-batch, or write a number"
             yield Problem("PP106", (*path, "shape"), message, help=fix)
+
+
+def _check_modules(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
+    """PP106: modules have all stages, in order, and the plan's ranks; PP108: replicas share micro-batches evenly."""
+    schedule, begin, names = plan.schedule, 0, set[str]()
+    for index, module in enumerate(plan.modules):
+        path: KeyPath = ("modules", index)
+        if module.name in names:
+            message = f"several modules are named `{module.name}`"
+            yield Problem("PP106", (*path, "name"), message, help="give each module a name of its own")
+        names.add(module.name)
+        if module.stages[0] != begin:
+            message = f"module `{module.name}` begins with stage {module.stages[0]}, and the modules before it end "
+            message += f"before stage {begin}"
+            yield Problem("PP106", (*path, "stages"), message, help=f"begin with stage {begin}")
+        begin = module.stages[1] + 1
+        if schedule.num_micro_batches % module.dp:
+            message = f"module `{module.name}` has dp {module.dp}, and schedule.num_micro_batches "
+            message += f"{schedule.num_micro_batches} do not divide into {module.dp} equal shares"
+            fix = f"set schedule.num_micro_batches to {multiples(schedule.num_micro_batches, module.dp)}"
+            yield Problem("PP108", (*path, "dp"), message, help=fix)
+    if not plan.modules:
+        return
+    num_ranks = sum(module.num_ranks * module.dp for module in plan.modules)
+    if num_ranks != plan.topology.pp:
+        counts = " + ".join(f"{module.num_ranks} x {module.dp} of `{module.name}`" for module in plan.modules)
+        message = f"the modules have {num_ranks} ranks ({counts}), and topology.pp is {plan.topology.pp}"
+        yield Problem("PP106", ("topology", "pp"), message, help=f"set topology.pp to {num_ranks}")
+    if schedule.num_chunks > 1 and schedule.num_chunks != (most := max(module.num_chunks for module in plan.modules)):
+        message = f"schedule.num_chunks is {schedule.num_chunks}, and the ranks of `modules` have up to {most} stages"
+        yield Problem("PP106", ("schedule", "num_chunks"), message, help="remove it: modules have their own")
+    yield from _check_frozen(plan, model)
+
+
+def _check_frozen(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
+    """PP106: something is trained, and no weight is trained in one module and frozen in another."""
+    if plan.first_trained == plan.num_stages:
+        yield Problem("PP106", ("modules",), "all modules are frozen", help="remove `frozen` of one of them")
+    if plan.frozen_stages and plan.run.clip_norm is not None:
+        message = "`run.clip_norm` sums a norm over all ranks, and those of a frozen module have no gradients"
+        yield Problem("PP106", ("run", "clip_norm"), message, help="remove it, or train all modules")
+    borrower = next((index for index, layer in enumerate(model.layers) if layer.borrows), None)
+    if plan.frozen_stages and borrower is not None:
+        message = f"`{model.layers[borrower].name}` borrows weights, and a module is frozen: a weight that is trained "
+        message += "in one module and not in another has no defined gradient"
+        fix = "remove `borrows`, or train all modules"
+        yield Problem("PP106", ("model", "layers", borrower, "borrows"), message, help=fix)
 
 
 def _check_edges(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
@@ -19,6 +20,9 @@ def check_boundaries(plan: PlanSections) -> Iterator[Problem]:
     if plan.edges:
         message = "`edges` are of custom layers; each layer of the GPT reads the output of the one before it"
         yield Problem("PP106", ("edges",), message, help="remove it, or declare the layers (kind: layers)")
+    if plan.modules:
+        message = "`modules` are of custom layers, and the model is a GPT"
+        yield Problem("PP106", ("modules",), message, help="remove it, or declare the layers (kind: layers)")
     names: dict[tuple[int | None, str], int] = {}
     for index, entry in enumerate(plan.boundaries):
         path: KeyPath = ("boundaries", index)
@@ -146,6 +150,8 @@ def with_chunks(data: object) -> object:
     schedule = data.get("schedule") if isinstance(data, Mapping) else None
     if not isinstance(schedule, Mapping) or not isinstance(data, Mapping) or "num_chunks" in schedule:
         return data
+    if data.get("modules"):  # each has its own number
+        return data
     if schedule.get("kind") not in TWO_CHUNKS or isinstance(schedule.get("placement"), list | tuple):
         return data
     return {**data, "schedule": {**schedule, "num_chunks": 2}}
@@ -201,9 +207,22 @@ def check_global_batch(plan: PlanSections) -> Iterator[Problem]:
 
 
 def check_placed_ranks(plan: PlanSections) -> Iterator[Problem]:
-    """PP109: a placement lists the stages of every pipeline rank."""
+    """PP109: a placement lists the stages of every pipeline rank; PP106: and each stage as often as its module says."""
     placement, pp = plan.schedule.placement, plan.topology.pp
-    if not isinstance(placement, tuple) or len(placement) == pp:
+    if not isinstance(placement, tuple):
+        return
+    copies = Counter(stage for stages in placement for stage in stages)
+    wanted = dict(enumerate(plan.num_replicas))
+    if wanted and copies != wanted:
+        stage = min(stage for stage in {*copies, *wanted} if copies[stage] != wanted.get(stage, 0))
+        message = f"`schedule.placement` has stage {stage} on {copies[stage]} ranks, and its module's dp is "
+        fix = "list each stage on as many ranks as its module has replicas, or remove placement"
+        yield Problem("PP106", ("schedule", "placement"), f"{message}{wanted.get(stage, 0)}", help=fix)
+    elif not wanted and len(set(copies.values())) > 1:
+        few, many = (pick(copies, key=lambda stage: copies[stage]) for pick in (min, max))
+        message = f"`schedule.placement` has stage {few} on {copies[few]} and stage {many} on {copies[many]} ranks"
+        yield Problem("PP106", ("schedule", "placement"), message, help="list each stage once, or all equally often")
+    if len(placement) == pp:
         return
     ranks = f"{len(placement)} rank{'s' if len(placement) > 1 else ''}"
     message = f"`schedule.placement` has the stages of {ranks}, and topology.pp is {pp}"
@@ -236,6 +255,8 @@ def _stage_count(plan: PlanSections) -> str:
     factors = f"topology.pp {pp}" if num_chunks == 1 else f"topology.pp {pp} x schedule.num_chunks {num_chunks}"
     if isinstance(plan.schedule.placement, tuple):
         factors = "schedule.placement"
+    if plan.modules:
+        factors = "modules"
     return f"{factors} makes {plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
 
 

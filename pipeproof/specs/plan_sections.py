@@ -21,7 +21,7 @@ from pydantic import (
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
 from pipeproof.foreign_text import MOST_RANKS
 from pipeproof.specs.cost import CostSource, CostSpec, placeholder_note
-from pipeproof.specs.custom_layers import CustomModelSpec, LayerEdgeSpec
+from pipeproof.specs.custom_layers import CustomModelSpec, LayerEdgeSpec, ModuleSpec
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.schedule import Half, ScheduleSpec
@@ -297,6 +297,11 @@ class PlanSections(Section):
         default=(),
         description="Tensors that a custom layer passes to layers after the next one.",
     )
+    modules: Annotated[tuple[ModuleSpec, ...], FROM_LIST] = Field(
+        default=(),
+        description="Parts of a model of custom layers that have pipeline ranks of their own, in the order of their "
+        "stages. `topology.pp` is the number of all their ranks: first the ranks of the first module's first replica.",
+    )
     buffers: BuffersSpec = Field(default_factory=BuffersSpec, description="Memory of messages.")
     cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")
     memory: MemorySpec = Field(default_factory=MemorySpec, description="Memory that is kept, and the budget.")
@@ -360,10 +365,30 @@ class PlanSections(Section):
     @property
     def num_stages(self) -> int:
         """Number of stages over all pipeline ranks."""
+        if self.modules:
+            return self.modules[-1].stages[1] + 1
         placement = self.schedule.placement
         if isinstance(placement, tuple):
             return len({stage for stages in placement for stage in stages})
         return self.topology.pp * self.schedule.num_chunks
+
+    @property
+    def num_replicas(self) -> tuple[int, ...]:
+        """By stage, the replicas of its module that share the micro-batches; empty without modules."""
+        return tuple(module.dp for module in self.modules for _ in range(module.num_stages))
+
+    @property
+    def frozen_stages(self) -> frozenset[int]:
+        """The stages whose weights are not trained."""
+        return frozenset(
+            stage for module in self.modules if module.frozen for stage in range(module.stages[0], module.stages[1] + 1)
+        )
+
+    @property
+    def first_trained(self) -> int:
+        """The first stage that has a backward: frozen stages before it have none."""
+        frozen = self.frozen_stages
+        return next((stage for stage in range(self.num_stages) if stage not in frozen), self.num_stages)
 
     @property
     def sequence_lengths(self) -> dict[KeyPath, int]:

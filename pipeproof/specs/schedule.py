@@ -248,7 +248,7 @@ def _check_source(schedule: ScheduleSpec) -> Iterator[Problem]:
 
 
 def _check_placement(schedule: ScheduleSpec) -> Iterator[Problem]:
-    """PP106: a list of stages by rank has every stage, all equally often, and replaces ``num_chunks``."""
+    """PP106: a list of stages by rank has every stage, and replaces ``num_chunks``."""
     placement = schedule.placement
     if not isinstance(placement, tuple):
         return
@@ -260,10 +260,6 @@ def _check_placement(schedule: ScheduleSpec) -> Iterator[Problem]:
     if missing:
         message = f"`schedule.placement` lists stage {max(copies)}, and stage {listed(missing, 'and')} is missing"
         yield Problem("PP106", ("placement",), message, help="number stages from 0")
-    elif len(set(copies.values())) > 1 and not any(len(set(stages)) < len(stages) for stages in placement):
-        few, many = (pick(copies, key=lambda stage: copies[stage]) for pick in (min, max))
-        message = f"`schedule.placement` has stage {few} on {copies[few]} and stage {many} on {copies[many]} ranks"
-        yield Problem("PP106", ("placement",), message, help="list each stage once, or all equally often")
     for rank, stages in enumerate(placement):
         if not stages:
             yield Problem("PP106", ("placement", rank), f"pipeline rank {rank} has no stage")

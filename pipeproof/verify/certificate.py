@@ -156,5 +156,6 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "weights": plan.spec.run.weight_dtype,
         "buffers": [*plan.spec.buffers.model_dump(mode="json").values()],
         "connections": plan.spec.transport.connections,
+        **({"modules": [module.model_dump(mode="json") for module in plan.spec.modules]} if plan.spec.modules else {}),
         **({"edges": [edge.model_dump(mode="json") for edge in plan.spec.edges]} if plan.spec.edges else {}),
     }

@@ -73,7 +73,8 @@ def _check_missing(subject: Subject) -> Iterator[Finding]:
     split = ~lacks(_I) | ~lacks(_W)
     absent: dict[OpKind, BoolColumn] = {_F: lacks(_F)}
     if is_training(subject):
-        absent |= {_B: ~split & lacks(_B), _I: split & lacks(_I), _W: split & lacks(_W)}
+        due = stage >= (0 if subject.lowered is None else subject.lowered.spec.first_trained)
+        absent |= {_B: due & ~split & lacks(_B), _I: due & split & lacks(_I), _W: due & split & lacks(_W)}
     for index in np.flatnonzero(np.any(list(absent.values()), axis=0)).tolist():
         at = int(rank[index])
         ops = [
@@ -252,16 +253,37 @@ FOREIGN = RuleDoc(
 
 def _check_foreign(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
+    yield from _check_frozen(subject)
     strangers = np.flatnonzero(~is_expected(subject, table.rank, table.stage, table.work_item))
     for rank in np.unique(table.rank[strangers]).tolist():
         ids = [op_id for entry in strangers[table.rank[strangers] == rank].tolist() for op_id in table.ops(entry)]
         stages = [stage for stage, ranks in subject.stage_owners.items() if rank in ranks]
         named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        module = None if subject.lowered is None else subject.lowered.module_of(int(subject.pp_of[rank]))
+        turns = "" if module is None or module[2] == 1 else f" of which m mod {module[2]} is {module[1]}"
         yield FOREIGN.finding(
             f"{subject.coords_text(rank)} owns {named} and micro-batches "
-            f"0..{graph.work_item_text(subject.num_work_items - 1)}, but runs "
+            f"0..{graph.work_item_text(subject.num_work_items - 1)}{turns}, but runs "
             f"{', '.join(str(graph.ops[i]) for i in ids[:8])}",
-            help="run the operation on the rank that owns the stage",
+            help="run the operation on the rank that owns the stage" + (" and the micro-batch" if turns else ""),
+            witness=subject.witness(*ids),
+        )
+
+
+def _check_frozen(subject: Subject) -> Iterator[Finding]:
+    """Yield a finding for each rank with gradients of frozen weights, or before all trained ones, or sums of them."""
+    spec, graph = None if subject.lowered is None else subject.lowered.spec, subject.graph
+    if spec is None or not spec.frozen_stages:
+        return
+    is_frozen = np.isin(graph.stage, [*spec.frozen_stages]) & (graph.parent == NONE)
+    needless = is_frozen & graph.is_kind(frozenset({_W, OpKind.REDUCE_GRAD}))
+    needless |= is_frozen & (graph.stage < spec.first_trained) & graph.is_kind(frozenset({_B, _I}))
+    for rank in np.unique(graph.rank[needless]).tolist():
+        ids = np.flatnonzero(needless & (graph.rank == rank)).tolist()
+        named = ", ".join(str(graph.ops[i]) for i in ids[:8])
+        yield FOREIGN.finding(
+            f"{subject.coords_text(rank)} runs {named} of a frozen module: nothing needs that gradient",
+            help="remove the operation, or train the module",
             witness=subject.witness(*ids),
         )
 
@@ -284,7 +306,8 @@ def _check_steps(subject: Subject) -> Iterator[Finding]:
     steps = np.flatnonzero(graph.kind == KIND_CODE[OpKind.STEP])
     if not len(steps):
         return
-    ours = owns(subject, table.rank, table.stage)
+    frozen = [] if subject.lowered is None else [*subject.lowered.spec.frozen_stages]
+    ours = owns(subject, table.rank, table.stage) & ~np.isin(table.stage, frozen)
     rank = np.concatenate([graph.rank[steps], table.rank[ours]])
     stage = np.concatenate([graph.stage[steps], table.stage[ours]])
     held, some, entry = np.unique(packed(rank, stage), return_index=True, return_inverse=True)
@@ -304,6 +327,7 @@ def _check_steps(subject: Subject) -> Iterator[Finding]:
             )
         else:
             what = f"{len(selected)} times" if computes[index] else "and computes nothing of that stage"
+            what = "and the weights of that stage are frozen" if of_stage in frozen else what
             yield STEPS.finding(
                 f"{where} runs {step} {what}",
                 help="keep one for each stage of the rank",

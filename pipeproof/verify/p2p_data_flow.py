@@ -187,10 +187,11 @@ def _receivers(subject: Subject, name: str) -> tuple[int, ...]:
 def _relayed(subject: Subject, direction: _Direction) -> Iterator[tuple[int, int]]:
     """The (stage that gets it, member) of each tensor of an edge that stages pass on, in messages of its own."""
     plan, names = subject.plan, _member_names(subject)
-    edges = {edge.name: edge.has_gradient or direction.source < 0 for edge in plan.spec.edges}
+    edges = {edge.name for edge in plan.spec.edges}
     for boundary, edge in enumerate(plan.edges if edges and plan.spec.transport.messages != "packed" else ()):
         for tensor in edge.variants[0]:
-            if edges.get(tensor.member):
+            crosses = tensor.has_gradient or direction.source < 0
+            if crosses and tensor.member in edges:
                 yield (boundary + 1 if direction.source < 0 else boundary), names.index(tensor.member)
 
 

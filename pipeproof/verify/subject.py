@@ -277,6 +277,10 @@ class Subject:
         folded = self.lowered.folded
         shown = ("pp",) if folded else ("pp", "dp", "tp", "cp", "ep")
         parts = [f"{axis} {coords[axis]}" for axis in shown if mesh.size(axis) > 1]
+        module = self.lowered.module_of(coords["pp"]) if self.lowered.spec.modules else None
+        if module is not None:
+            name, replica, num_replicas = module
+            parts.append(f"{name} {replica}" if num_replicas > 1 else name)
         if folded:
             parts.append(f"and {mesh.num_ranks // mesh.size('pp') - 1} more like it")
         return f"rank {global_rank} ({', '.join(parts)})" if parts else f"rank {global_rank}"

@@ -12,13 +12,12 @@ from pipeproof.diagnostics.problems import grouped, ranges_text, runs
 from pipeproof.diagnostics.units import size_text, time_text, unit_name, unit_of
 from pipeproof.sim.memory_curve import GIB, PARTS, STATES, MemoryCurve
 from pipeproof.sim.simulate import Simulation
-from pipeproof.sim.step_memory import stage_holdings
+from pipeproof.sim.step_memory import stage_holdings, state_of_stage
 from pipeproof.stages.describe.stage_memory import (
     StoredActivation,
     is_flash,
     memory_dtype,
     optimizer_bytes,
-    state_of_weights,
 )
 from pipeproof.views.tables import print_table
 
@@ -53,10 +52,7 @@ def render_stage_memory(lowered: LoweredPlan, console: Console) -> None:
     """Print the constant memory of each stage, and the activations of one micro-batch, operation by operation."""
     stages = range(lowered.spec.num_stages)
     held = [stage_holdings(lowered, stage) for stage in stages]
-    states = [
-        state_of_weights(lowered.spec, lowered.weights_of(stage, min(holders, default=0)))
-        for stage, holders in enumerate(lowered.holders)
-    ]
+    states = [state_of_stage(lowered, stage, min(holders, default=0)) for stage, holders in enumerate(lowered.holders)]
     kinds = runs([(states[stage], held[stage]) for stage in stages])
     splits = lowered.spec.schedule.num_sequence_splits
     unit = "micro-batch" if splits == 1 else f"one of {splits} pieces of a micro-batch"

@@ -31,6 +31,14 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
         numel = sum(prod(p.shape) for layer in plan.layers_of(stage) for p in layer.parameters)
         rows.append((str(stage), ranges_text(ranks, ", "), names_text(names), f"{numel:,}"))
     print_table(("stage", "ranks", "layers", ">parameters"), rows, console)
+    if plan.spec.modules:
+        console.print()
+        table = [
+            (module.name, ranges_text([*range(module.stages[0], module.stages[1] + 1)], ", "), str(module.dp),
+             "none, frozen" if module.frozen else "all")
+            for module in plan.spec.modules
+        ]  # fmt: skip
+        print_table(("module", "stages", ">replicas", "trained weights"), table, console)
     console.print()
     for line in _boundaries(plan):
         console.print(line)

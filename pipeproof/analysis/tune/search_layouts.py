@@ -110,6 +110,8 @@ def tune(
     _require_known("name to fix", fix, FIXABLE_OF_LAYERS if plan.spec.has_layer_times else fixable)
     if executor is not None and workers is not None:
         raise TuneError("workers is the number of our own processes: give it, or an executor")
+    if plan.spec.modules:
+        raise TuneError("the plan has `modules`, which tune does not vary; compare kinds with `simulate --set`")
     choices: DeviceLayouts | PlanLayouts | LayerLayouts
     if plan.spec.has_layer_times:
         options = {"device": device, "global_batch": global_batch, "framework": framework}

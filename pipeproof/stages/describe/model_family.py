@@ -27,7 +27,13 @@ from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.layers.layer_operations import width_after
 from pipeproof.stages.describe.mtp_streams import mtp_streams_after
 from pipeproof.stages.describe.partition import custom_stages, gpt_stages
-from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation, gpt_activations, gpt_input_lifetime
+from pipeproof.stages.describe.stage_memory import (
+    Lifetime,
+    StoredActivation,
+    gpt_activations,
+    gpt_input_lifetime,
+    memory_dtype,
+)
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_ops import TypedProgram
 
@@ -102,6 +108,12 @@ def stored_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatch
     return (StoredActivation("activations of layers", Lifetime.TO_WEIGHT, Fraction(total)),) if total else ()
 
 
+def frozen_bytes(plan: PlanSpec, names: Sequence[str]) -> int:
+    """Bytes of the declared weights of frozen custom layers."""
+    layers = (layer for layer in plan.custom.layers if layer.name in names)
+    return sum(prod(weight.shape) for layer in layers for weight in layer.parameters) * dtype_bytes(memory_dtype(plan))
+
+
 def input_lifetime(plan: PlanSpec, layers: Sequence[Layer]) -> Lifetime | None:
     """Lifetime of a stage's input, if the first layer of the stage stores the input itself; else None."""
     return Lifetime.TO_WEIGHT if plan.is_custom else gpt_input_lifetime(plan, layers)
@@ -157,11 +169,14 @@ def _placement(plan: PlanSpec, text: str, dims: str) -> Placement:
 
 
 def _custom_layers(plan: PlanSpec) -> Iterator[Layer]:
-    """Declared layers issue no collectives: each rank holds a whole layer."""
+    """Declared layers issue no collectives: each rank holds a whole layer. Frozen weights have no gradients."""
     weights: dict[str, Parameter] = {}
+    stages = custom_stages(plan) if plan.frozen_stages else ()
+    frozen = {name for stage in plan.frozen_stages for name in stages[stage]}
     for declared in plan.custom.layers:
         parameters = tuple(
-            Parameter(f"{declared.name}.{weight.name}", weight.shape, INVARIANT) for weight in declared.parameters
+            Parameter(f"{declared.name}.{weight.name}", weight.shape, INVARIANT)
+            for weight in (() if declared.name in frozen else declared.parameters)
         )
         weights |= {weight.name: weight for weight in parameters}
         borrowed = tuple(weights[name] for name in declared.borrows)
@@ -185,7 +200,11 @@ def _custom_edges(plan: PlanSpec) -> Iterator[Edge]:
             if edge.route == "relay"
             and stage_of[edge.producer] <= stage < max(stage_of[name] for name in edge.consumers)
         ]
-        variants = (tuple(_custom_boundary(plan, *member, size.seq_length) for member in members) for size in sizes)
+        made_in = {edge.name: stage_of[edge.producer] for edge in plan.edges}
+        variants = (
+            tuple(_custom_boundary(plan, out, name, size.seq_length, made_in.get(name, stage)) for out, name in members)
+            for size in sizes
+        )
         yield Edge(tuple(variants), by_work_item)
 
 
@@ -196,12 +215,18 @@ def direct_edges(plan: PlanSpec) -> tuple[DirectEdge, ...]:
     for edge in plan.edges:
         users = sorted({stage_of[name] for name in edge.consumers} - {stage_of[edge.producer]})
         if edge.route == "direct" and users:
-            variants = (_custom_boundary(plan, edge, edge.name, size.seq_length) for size in work_item_sizes(plan)[0])
-            edges.append(DirectEdge(edge.name, stage_of[edge.producer], tuple(users), tuple(variants)))
+            made = stage_of[edge.producer]
+            variants = (
+                _custom_boundary(plan, edge, edge.name, size.seq_length, made) for size in work_item_sizes(plan)[0]
+            )
+            edges.append(DirectEdge(edge.name, made, tuple(users), tuple(variants)))
     return tuple(edges)
 
 
-def _custom_boundary(plan: PlanSpec, out: LayerOutputSpec, member: str, seq_length: int) -> Boundary:
+def _custom_boundary(
+    plan: PlanSpec, out: LayerOutputSpec, member: str, seq_length: int, stage: int | None = None
+) -> Boundary:
+    """The tensor of an output that ``stage`` makes; frozen stages without trained ones before them get no gradient."""
     names = iter(_DIMS)
     dims = "".join("b" if size == "b" and index == 0 else next(names) for index, size in enumerate(out.shape))
     dtype = out.dtype or plan.run.dtype
@@ -212,5 +237,5 @@ def _custom_boundary(plan: PlanSpec, out: LayerOutputSpec, member: str, seq_leng
         dtype,
         1,
         member,
-        has_gradient=out.has_gradient,
+        has_gradient=out.has_gradient and (stage is None or stage >= plan.first_trained),
     )

@@ -118,10 +118,13 @@ def _require_enough(plan: PlanSpec, names: Sequence[str], layer_text: str) -> No
 
 def _too_few_layers(plan: PlanSpec, number: int, message: str, alternative: str) -> BadPlanAtError:
     """PP110 at the key that makes too many stages: the number of chunks, or of ranks, that leaves each one a layer."""
-    schedule, path = plan.schedule, ("topology", "pp")
+    schedule = plan.schedule
+    path: tuple[str, ...] = ("topology", "pp")
     pp, chunks = plan.topology.pp, schedule.num_chunks
     if isinstance(schedule.placement, tuple):
         path, fix = ("schedule", "placement"), f"place at most {number} stages"
+    elif plan.modules:
+        path, fix = ("modules",), f"give the modules at most {number} stages"
     elif number // chunks and chunks <= max(2, number // pp):
         fix = f"set topology.pp to at most {number // chunks}"
     elif pp <= number:
