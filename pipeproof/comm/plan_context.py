@@ -169,8 +169,8 @@ class PlanContext:
     def owner(self) -> IntColumn:
         """The pipeline rank that computes each work item of each stage, shape [stages, work items].
 
-        Replicas of a module share the micro-batches in turns. Of other copies the programs say it; if no rank computes
-        a work item, this is the first holder of the stage.
+        Replicas of a module share the micro-batches in turns. Other copies compute what their programs have; if no rank
+        computes a work item, this is the first holder of the stage.
         """
         if self.spec.modules:
             turns = [[ranks[m % len(ranks)] for m in range(self.num_work_items)] for ranks in self.holders]

@@ -70,7 +70,7 @@ def module_schedule(plan: PlanSpec, kind: ScheduleKind, request: Request) -> Sch
 def _of_replica(
     plan: PlanSpec, program: Program, begins: frozenset[int], replica: int, num_replicas: int
 ) -> tuple[Program, frozenset[int]]:
-    """A program with the micro-batches of one replica, and the pairs of which both computations are left."""
+    """A program with the micro-batches of one replica, and the pairs that are still whole."""
     number: dict[int, int] = {}
     kept: list[Op] = []
     for position, op in enumerate(program):

@@ -12,7 +12,7 @@
   that the first layer keeps, and is counted there. Other tensors of the same
   boundary, and received gradients, are held until I ends.
 - A sent output is held from the end of F until it is freed: with the backward,
-  or at the FREE of the plan. The gradient of an input is held until it has
+  at the FREE of the plan, or of a frozen stage at the wait for its send. The gradient of an input is held until it has
   arrived. Both are counted once for any number of receivers; slices are counted
   in addition, until they have arrived.
 - The tensor of a direct edge is held by its producer as an output, even if it stays on the rank, and by a rank that
@@ -382,7 +382,12 @@ class _Step:
         sent = [KIND_CODE[OpKind.SEND_FORWARD], KIND_CODE[OpKind.SLICE_FORWARD]]
         freed = clock.look_up(rows, frees[np.isin(graph.target_kind[frees], sent)])
         until = np.where(freed == NONE, clock.end_of(clock.partner(rows, *_INPUT)), clock.starts[freed])
-        return np.where(self._lacks_backward(rows), np.maximum(arrived, self._direct_reads(rows)), until)
+        if self._forward_only:
+            return np.maximum(arrived, self._direct_reads(rows))
+        waits = np.flatnonzero(np.isin(graph.waits_for, rows))
+        awaited = np.full(graph.num_ops, NONE, dtype=np.int64)
+        awaited[graph.waits_for[waits]] = waits  # a frozen stage waits for its sends at the end of the step
+        return np.where(self._lacks_backward(rows), clock.end_of(awaited[rows]), until)
 
     def _arrival(self, sends: IntColumn) -> IntColumn:
         """Arrival of each sent tensor; the end of the step if it never arrives."""

@@ -192,6 +192,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
     """Return the problems of the declared layers (PP104, PP106), and of the rest of the plan with them."""
     yield from _check_layers(model)
+    yield from _check_gradients_between(plan, model)
     yield from _check_times(model)
     yield from _check_lengths(plan, model)
     yield from _check_edges(plan, model)
@@ -275,7 +276,7 @@ def _check_frozen(plan: PlanSections, model: CustomModelSpec) -> Iterator[Proble
     if plan.first_trained == plan.num_stages:
         yield Problem("PP106", ("modules",), "all modules are frozen", help="remove `frozen` of one of them")
     if plan.frozen_stages and plan.run.clip_norm is not None:
-        message = "`run.clip_norm` sums a norm over all ranks, and those of a frozen module have no gradients"
+        message = "`run.clip_norm` sums a norm over all ranks, and a frozen module has no gradients"
         yield Problem("PP106", ("run", "clip_norm"), message, help="remove it, or train all modules")
     borrower = next((index for index, layer in enumerate(model.layers) if layer.borrows), None)
     if plan.frozen_stages and borrower is not None:
@@ -350,6 +351,19 @@ def _check_layers(model: CustomModelSpec) -> Iterator[Problem]:
         weights |= {f"{layer.name}.{weight.name}": weight.shape for weight in layer.parameters}
 
 
+def _check_gradients_between(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
+    """PP106: a gradient comes back to each layer, except before all trained modules."""
+    first = plan.first_trained
+    share, remainder = divmod(len(model.layers), max(1, plan.num_stages))
+    even = first * share + min(first, remainder)
+    num_frozen = sum(map(len, plan.stages[:first])) if isinstance(plan.stages, tuple) else even
+    for index, layer in enumerate(model.layers[:-1]):
+        if index >= num_frozen and layer.out and not any(out.has_gradient for out in layer.out):
+            message = f"no output of `{layer.name}` has a gradient: no layer before it would learn"
+            path: KeyPath = ("model", "layers", index, "out")
+            yield Problem("PP106", path, message, help="merge it with the layer after it")
+
+
 def _check_out(layer: CustomLayerSpec, path: KeyPath, *, is_last: bool) -> Iterator[Problem]:
     if is_last and layer.out:
         message = f"`{layer.name}` is the last layer: its output goes to the loss function, not to a layer"
@@ -357,9 +371,6 @@ def _check_out(layer: CustomLayerSpec, path: KeyPath, *, is_last: bool) -> Itera
     elif not is_last and not layer.out:
         message = f"`{layer.name}` does not declare its output to the next layer"
         yield Problem("PP104", path, message, help="add `out: [{shape: [b, ...]}]`")
-    elif not is_last and not any(out.has_gradient for out in layer.out):
-        message = f"no output of `{layer.name}` has a gradient: no layer before it would learn"
-        yield Problem("PP106", (*path, "out"), message, help="merge it with the layer after it")
     for position, out in enumerate(layer.out):
         yield from _check_gradient(out, (*path, "out", position))
 

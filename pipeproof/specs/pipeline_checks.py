@@ -207,7 +207,7 @@ def check_global_batch(plan: PlanSections) -> Iterator[Problem]:
 
 
 def check_placed_ranks(plan: PlanSections) -> Iterator[Problem]:
-    """PP109: a placement lists the stages of every pipeline rank; PP106: and each stage as often as its module says."""
+    """PP109: a placement lists the stages of every pipeline rank; PP106: it lists a stage once for each replica."""
     placement, pp = plan.schedule.placement, plan.topology.pp
     if not isinstance(placement, tuple):
         return

@@ -260,7 +260,7 @@ def _check_foreign(subject: Subject) -> Iterator[Finding]:
         stages = [stage for stage, ranks in subject.stage_owners.items() if rank in ranks]
         named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         module = None if subject.lowered is None else subject.lowered.module_of(int(subject.pp_of[rank]))
-        turns = "" if module is None or module[2] == 1 else f" of which m mod {module[2]} is {module[1]}"
+        turns = "" if module is None or module[2] == 1 else f" with m mod {module[2]} = {module[1]}"
         yield FOREIGN.finding(
             f"{subject.coords_text(rank)} owns {named} and micro-batches "
             f"0..{graph.work_item_text(subject.num_work_items - 1)}{turns}, but runs "

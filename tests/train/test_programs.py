@@ -47,6 +47,19 @@ def test_a_case_on_two_ranks(program, case):
     require_done(output_of(program, 2), 2, case)
 
 
+@pytest.mark.parametrize("case", ["trained", "frozen", "tokens", "wrong"])
+def test_an_encoder_before_a_language_model_with_two_ranks_or_two_replicas(case):
+    require_done(output_of("vision_language", 3, "trained", "frozen", "tokens", "wrong"), 3, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_processes", "case"), [(3, "edges")] + [
+    (num, case) for num in (4, 5) for case in ("trained", "frozen", "edges", "tokens", "wrong")])  # fmt: skip
+def test_two_replicas_of_the_encoder_or_of_a_language_model_with_two_ranks(num_processes, case):
+    cases = [case] if num_processes == 3 else []
+    require_done(output_of("vision_language", num_processes, *cases), num_processes, case)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES["edges"])
 def test_edges_have_all_bits_on_four_ranks(case):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +104,7 @@ class Request:
     num_ranks: int
     num_replicas: int
     overlap: bool = False
+    modules: Sequence[Mapping[str, Any]] = ()
 
     def skeleton(self, num_stages: int, given_stages: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         """The plan without its layers. ``given_stages`` has the stages of each rank, for uneven numbers of them.
@@ -126,15 +128,11 @@ class Request:
             self._agree("schedule.num_micro_batches", declared, self.num_micro_batches, "the script asks for that many")
         if "num_micro_batches" not in schedule:
             raise PipelineError("give Pipeline a plan, or num_micro_batches")
-        if not {"placement", "num_chunks"} & schedule.keys():
-            require_num_stages(str(schedule.get("kind")), num_stages, self.num_ranks)
-        if "placement" not in schedule and num_stages % self.num_ranks:
-            schedule["placement"] = [
-                list(stages)
-                for stages in given_stages or (range(r, num_stages, self.num_ranks) for r in range(self.num_ranks))
-            ]
-        elif "placement" not in schedule and num_stages > self.num_ranks:
-            schedule.setdefault("num_chunks", -(-num_stages // self.num_ranks))
+        if self.modules:
+            planned = content.setdefault("modules", [*self.modules])
+            self._agree("modules", planned, self.modules, "the argument has others")
+        if not content.get("modules"):
+            self._place(schedule, num_stages, given_stages)
         if self.overlap and schedule.get("kind") in GENERATED_WITH_PAIRS:
             schedule.setdefault("overlap", "pairs")
             if schedule["kind"] == "interleaved":
@@ -145,9 +143,45 @@ class Request:
         content.setdefault("loss", {"normalization": "mean_of_micro_batches"})
         return content
 
+    def _place(self, schedule: dict[str, Any], num_stages: int, given_stages: Sequence[Sequence[int]]) -> None:
+        """Complete the keys of a schedule that place the stages."""
+        if not {"placement", "num_chunks"} & schedule.keys():
+            require_num_stages(str(schedule.get("kind")), num_stages, self.num_ranks)
+        if "placement" not in schedule and num_stages % self.num_ranks:
+            schedule["placement"] = [
+                list(stages)
+                for stages in given_stages or (range(r, num_stages, self.num_ranks) for r in range(self.num_ranks))
+            ]
+        elif "placement" not in schedule and num_stages > self.num_ranks:
+            schedule.setdefault("num_chunks", -(-num_stages // self.num_ranks))
+
     def _agree(self, key: str, planned: Any, actual: Any, why: str) -> None:
         if planned != actual:
             raise PipelineError(f"the plan has {key} {planned}, and here it is {actual}: {why}")
+
+
+Modules = Mapping[str, Mapping[str, Any]]
+"""The modules of a script by name, each with the keys of a plan's ``modules``."""
+
+
+def module_entries(modules: Modules) -> list[dict[str, Any]]:
+    """The plan's ``modules``.
+
+    Raises:
+        PipelineError: a module is not a mapping.
+    """
+    for name, keys in modules.items():
+        if not isinstance(keys, Mapping) or "stages" not in keys:
+            raise PipelineError(
+                f"modules has {name!r}: {kind_text(keys)}: give its keys, such as {{'stages': [0, 0], 'dp': 2}}"
+            )
+    return [{"name": name, **keys, "stages": [*keys["stages"]]} for name, keys in modules.items()]
+
+
+def frozen_stages(content: Mapping[str, Any]) -> set[int]:
+    """The stages of frozen modules, by the keys of a plan."""
+    ends = (module["stages"] for module in content.get("modules", ()) if module.get("frozen"))
+    return {stage for first, last in ends for stage in range(first, last + 1)}
 
 
 def complete_plan(
@@ -195,14 +229,20 @@ def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]
     return [list(stages) for stages in stages_of(programs)]
 
 
-def stages_of_rank(schedule: str | Path, num_ranks: int, num_stages: int, rank: int) -> list[int]:
+def stages_of_rank(
+    schedule: str | Path, num_ranks: int, num_stages: int, rank: int, *, modules: Modules | None = None
+) -> list[int]:
     """The stages that a schedule puts on one of ``num_ranks`` pipeline ranks, for scripts that build only these stages.
+
+    ``modules`` are as for ``Pipeline``.
 
     Raises:
         PipelineError: the schedule has another number of stages.
         PlanFileError: the schedule does not exist for these sizes.
     """
-    request = Request(None, schedule_section(schedule), 2 * num_stages, "torch", "cpu", "float32", num_ranks, 1)
+    entries = module_entries(modules or {})
+    num = 2 * num_stages * prod(int(module.get("dp", 1)) for module in entries)
+    request = Request(None, schedule_section(schedule), num, "torch", "cpu", "float32", num_ranks, 1, modules=entries)
     skeleton = request.skeleton(num_stages)
     return in_script_words(lambda: placement_of(skeleton, num_stages), has_plan=False)[rank]
 
@@ -257,15 +297,22 @@ def forward_plan(content: Mapping[str, Any], programs: Sequence[Sequence[Op]]) -
     """The plan of a step without backwards: the forwards of ``programs``, in order."""
     forwards = [[op for op in program if op.kind is OpKind.FORWARD] for program in programs]
     others = {key: value for key, value in content.items() if key != "cost"}
-    return {**others, "schedule": _custom_schedule(content["schedule"], forwards)}
+    return {
+        **others,
+        "schedule": _custom_schedule(content["schedule"], forwards, is_placed=bool(content.get("modules"))),
+    }
 
 
-def _custom_schedule(schedule: Mapping[str, Any], programs: Sequence[Sequence[Op]]) -> dict[str, Any]:
-    """The section of a schedule with other programs for the same stages."""
+def _custom_schedule(
+    schedule: Mapping[str, Any], programs: Sequence[Sequence[Op]], *, is_placed: bool = False
+) -> dict[str, Any]:
+    """The section of a schedule with other programs for the same stages, which are listed if ``is_placed``."""
     kept = ("num_micro_batches", "micro_batch_size", "seq_lengths", "num_chunks", "placement")
     sizes = {key: schedule[key] for key in kept if key in schedule}
     own = [sorted({op.stage for op in program}) for program in programs]
-    if sum(map(len, own)) > len({stage for stages in own for stage in stages}):  # copies, which programs do not imply
+    if is_placed or sum(map(len, own)) > len(
+        {stage for stages in own for stage in stages}
+    ):  # copies, which programs do not imply
         sizes.pop("num_chunks", None)
         sizes["placement"] = own
     return {"kind": "custom", "programs": [[str(op) for op in program] for program in programs], **sizes}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -71,18 +72,22 @@ def layer_names(number: int, stage: nn.Module) -> list[str]:
     return [stage_name(number)] if layers is None else [*layers.names]
 
 
-def described_layers(number: int, stage: nn.Module, layers: CutLayers | None) -> list[dict[str, Any]]:
+def described_layers(
+    number: int, stage: nn.Module, layers: CutLayers | None, *, is_frozen: bool = False
+) -> list[dict[str, Any]]:
     """The layers of a stage with their kinds and trained weights: the first keys of ``LayerFacts``.
 
-    A weight belongs to the first layer that uses it. Without ``layers`` the stage is one.
+    A weight belongs to the first layer that uses it. Without ``layers`` the stage is one. With ``is_frozen`` it is of a
+    frozen module, and all weights are listed.
     """
+    listed = partial(trained, frozen=is_frozen)
     if layers is None:
-        weights = {name: (name, weight) for name, weight in trained(stage).items()}
+        weights = {name: (name, weight) for name, weight in listed(stage).items()}
         return [_described(stage_name(number), type(unwrapped(stage)).__name__, weights)]
-    users = grouped((id(weight), layers.locate(name)) for name, weight in trained(stage, repeats=True).items())
+    users = grouped((id(weight), layers.locate(name)) for name, weight in listed(stage, repeats=True).items())
     owned: list[dict[str, tuple[str, nn.Parameter]]] = [{} for _ in layers.names]
     shared: list[list[str]] = [[] for _ in layers.names]
-    for name, weight in trained(stage).items():
+    for name, weight in listed(stage).items():
         owner, local = min(users[id(weight)], key=lambda each: each[0])
         owned[owner][name] = local, weight
         for other in sorted({number for number, _ in users[id(weight)]} - {owner}):

@@ -170,7 +170,8 @@ class ModuleStage:
 
     ``loss_fn`` is for the last stage; None if its module returns the loss. ``names`` are the plan's names of the
     module's trained parameters. With ``compiler`` the stage runs as graphs; where it cannot, and without, weight
-    gradients of ``nn.Linear`` are left to W if ``splits``.
+    gradients of ``nn.Linear`` are left to W if ``splits``. Without gradients of its outputs, it is
+    frozen and has no backward.
     """
 
     def __init__(
@@ -192,11 +193,12 @@ class ModuleStage:
         self.parameters = {names[name]: weight for name, weight in trained(module).items()}
         self._is_last = not boundaries.outputs
         self._splits, self._is_sharded = splits, is_sharded
+        self._has_backward = self._is_last or any(spec.has_gradient for spec in boundaries.outputs)
         self._split: LinearSplit | GraphSplit | None = None
         self.split = "whole"
         """The split that this stage runs with; a reason follows where it is not ``graph``, as was asked."""
         self._errors = StageErrors(number, "module", nn.Module, module.named_modules, "/torch/")
-        if compiler is None:
+        if compiler is None or not self._has_backward:
             self._split_linear("")
         elif is_sharded:
             self._leave_graphs("it is sharded by fully_shard")
@@ -249,6 +251,10 @@ class ModuleStage:
         args, kwargs = (self.data.args[index], {}) if form is None else form.arguments(inputs)
         if self._errors.number in self.data.kwargs:
             kwargs = {**self.data.kwargs[self._errors.number][index], **kwargs}
+        with nullcontext() if self._has_backward else torch.no_grad():
+            return self._run(inputs, args, kwargs, index)
+
+    def _run(self, inputs: Leaves, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> Leaves:
         try:
             value = self._value(args, kwargs, index)
             if self._is_last:
@@ -350,7 +356,7 @@ class ModuleStage:
         without = [n for n, leaf in enumerate(forward.inputs) if leaf.requires_grad and leaf.grad is None]
         for position in without:
             forward.inputs[position].grad = torch.zeros_like(forward.inputs[position])
-        if number and self._missing is not None:
+        if self._missing is not None and any(leaf.requires_grad for leaf in forward.inputs):
             form = self._boundaries.input_form
             direct = (
                 []
@@ -463,14 +469,15 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def trained(module: nn.Module, *, repeats: bool = False) -> dict[str, nn.Parameter]:
+def trained(module: nn.Module, *, repeats: bool = False, frozen: bool = False) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer updates, by their names in the module without the parts that wrappers add.
 
-    With ``repeats`` a parameter is listed under each of its names, else under the first one.
+    With ``repeats`` a parameter is listed under each of its names, else under the first one. With ``frozen`` the others
+    are listed, too.
     """
     inner = module.module if type(module).__name__ == "DistributedDataParallel" else module
     every = inner.named_parameters(remove_duplicate=not repeats)
-    named = {name: weight for name, weight in every if weight.requires_grad}
+    named = {name: weight for name, weight in every if weight.requires_grad or frozen}
     return {_WRAPPER_NAMES.sub("", name): weight for name, weight in named.items()}
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from pipeproof.exec.rank.pipeline_failures import one_failure
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.comparison import Comparison
+from pipeproof.exec.train.module_plan import Modules
 from pipeproof.exec.train.plan_layers import Tie
 from pipeproof.exec.train.torch.compare_reference import compare_step
 from pipeproof.exec.train.torch.model_stages import StaleModel
@@ -69,6 +70,8 @@ class Pipeline:
         edges: tensors for stages after the next one, as {name: (producer, consumers)}: ``{"skip": (0, [3])}``. The
             producer returns the tensor in a dict under its name, or as its whole output; consumers take it as a keyword
             argument. Stages between pass it on; ``(0, [3], "direct")`` sends it past them.
+        modules: parts of the model with ranks and replicas of their own, such as ``{"vision": {"stages": [0, 0], "dp":
+            2, "frozen": True}, "language": {"stages": [1, 2]}}``, with the keys of the plan's ``modules``.
         split_dims: dims of the rows, where they are not the first, by names of arguments: {"position_ids": 1}. A path
             names a value inside of an argument ("batch.positions"), ``target`` the target. The size of the dim is the
             number of rows, or a multiple of it.
@@ -111,6 +114,7 @@ class Pipeline:
         compiler: Compiler = "inductor",
         tied: Sequence[Tie] = (),
         edges: Edges | None = None,
+        modules: Modules | None = None,
         split_dims: Mapping[str, int] | None = None,
         same_kwargs: Sequence[str] = (),
         check_inputs: bool = False,
@@ -126,7 +130,8 @@ class Pipeline:
         settings = Settings(
             plan, schedule, num_micro_batches, loss_fn,
             StepInputs(() if example is None else example, None, example_kwargs or {}, example_stage_kwargs or {}),
-            split, compiler, tied, edges or {}, SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs,
+            split, compiler, tied, edges or {}, modules or {},
+            SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs,
             scale_grads, normalize, loss_on, check_finite, replay, overlap, timeout_s, unsafe,
         )  # fmt: skip
         ranks = join(group, timeout_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,7 @@ class StageDescriber:
 
     ``splits`` is True if backwards may run in parts. ``layers`` are the names of each stage's layers; with
     ``is_planned`` the plan has them, else a stage becomes one layer where the outputs of its layers are not seen.
+    ``frozen`` are the stages of frozen modules.
     """
 
     agreement: Agreement
@@ -159,6 +160,7 @@ class StageDescriber:
     layers: Cut
     is_planned: bool
     edges: StageEdges
+    frozen: Collection[int] = ()
 
     def describe(
         self,
@@ -221,7 +223,10 @@ class StageDescriber:
                 "split: pass use_reentrant=False, or use split='whole'"
             )
         entry["layers"] = self._seen_layers(number, layers, runs, entry["rows"], examples.lengths)
-        entry["out"] = [[[list(spec.shape), spec.dtype, spec.has_gradient] for spec in each.leaves] for each in runs]
+        is_trained = any(stage not in self.frozen for stage in range(number + 1))
+        entry["out"] = [
+            [[list(spec.shape), spec.dtype, spec.has_gradient and is_trained] for spec in each.leaves] for each in runs
+        ]
         entry["num_direct"], entry["direct"] = self._direct(number, before, entry["out"])
         if number:
             form, leaves = self._input(number, before, 0)
@@ -230,7 +235,7 @@ class StageDescriber:
         if any(each.form != run.form for each in runs):
             raise PipelineError(f"stage {number} returns another structure for another length of the sequences")
         if not is_last:
-            if not any(spec.has_gradient for spec in run.leaves):
+            if is_trained and not any(spec.has_gradient for spec in run.leaves):
                 raise PipelineError(f"no output of stage {number} has a gradient, so no stage before it would learn")
             entry["form"] = [run.form.kind, list(run.form.keys)]
         return entry
@@ -283,7 +288,8 @@ class StageDescriber:
         inner = _inner_entries(runs, num_rows, lengths, number)
         if inner is None and not self.is_planned:
             layers = None
-        entries = described_layers(number, self.replicas[number].call(), layers)
+        is_frozen = number in self.frozen
+        entries = described_layers(number, self.replicas[number].call(), layers, is_frozen=is_frozen)
         for layer, outputs in zip(entries, inner or (), strict=False):
             layer["outputs"] = outputs
         kept = max((run.kept for run in runs if run.kept is not None), key=sum, default=())

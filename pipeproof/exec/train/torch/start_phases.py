@@ -6,7 +6,7 @@ A phase runs on every rank, and its error on one rank is an error on all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -23,11 +23,14 @@ from pipeproof.exec.store.agreement import Agreement, require_equal
 from pipeproof.exec.store.torch_store import TorchStore
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import (
+    Modules,
     Request,
     TrainedPlan,
     complete_plan,
+    frozen_stages,
     given_plan,
     in_script_words,
+    module_entries,
     placement_of,
     schedule_section,
 )
@@ -67,6 +70,7 @@ class Settings:
     compiler: Compiler
     tied: Sequence[Tie]
     edges: Edges
+    modules: Modules
     rules: SplitRules
     check_inputs: bool
     scale_grads: bool
@@ -110,7 +114,7 @@ class Placed:
     """The stages of every rank by number, and this rank's modules.
 
     ``skeleton`` is the plan without layers, and ``layers`` are their names by stage. ``tied`` are weights that stages
-    share, each as {stage: name}.
+    share, each as {stage: name}. ``frozen`` are the stages of frozen modules.
     """
 
     by_rank: list[list[int]]
@@ -120,6 +124,7 @@ class Placed:
     tied: list[dict[int, str]]
     stages: dict[int, nn.Module]
     replicas: dict[int, Replicas]
+    frozen: Collection[int]
     device: torch.device
     keywords: StageKeywords
     edges: StageEdges
@@ -192,10 +197,12 @@ def place(
     own = {number: stages[number] for number in by_rank[ranks.rank]}
     tied = [{int(number): str(name) for number, name in names.items()} for names in answers[0]["tied"]]
     device: list[torch.device] = []
+    frozen = frozen_stages(skeleton)
 
     def own_layouts() -> list[str]:
         device.append(device_of(own.values()))
         require_computed_buffers(own)
+        require_frozen(own, frozen)
         return tied_layouts(own, tied)
 
     layouts = agreement.gather("modules", own_layouts)
@@ -207,7 +214,7 @@ def place(
     modules = {number: each.call() for number, each in replicas.items()}
     keywords = StageKeywords.gathered(agreement, modules, has_loss_fn=settings.loss_fn is not None)
     agreement.gather("rules", lambda: settings.rules.require_valid(keywords))
-    return Placed(by_rank, len(numbers), skeleton, layers, tied, own, replicas, device[0], keywords, around)
+    return Placed(by_rank, len(numbers), skeleton, layers, tied, own, replicas, frozen, device[0], keywords, around)
 
 
 def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
@@ -219,7 +226,7 @@ def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
     describer = StageDescriber(
         ranks.agreement, ranks.rank, placed.num_stages, placed.replicas, placed.device, settings.split != "whole",
         StepContract(placed.keywords, settings.rules), placed.layers,
-        bool(placed.skeleton["model"].get("layers")), placed.edges,
+        bool(placed.skeleton["model"].get("layers")), placed.edges, placed.frozen,
     )  # fmt: skip
     num = placed.skeleton["schedule"]["num_micro_batches"]
     facts, boundaries, num_rows, examples = describer.describe(settings.example, placed.by_rank, num)
@@ -298,6 +305,7 @@ def _request(
         num_ranks,
         sizes.pop(),
         settings.overlap,
+        module_entries(settings.modules),
     )
     same = (
         "split", "compiler", "check_inputs", "scale_grads", "normalize", "loss_on", "replay", "overlap",
@@ -463,6 +471,18 @@ def placed_stages(
     return placed
 
 
+def require_frozen(stages: Mapping[int, nn.Module], frozen: Collection[int]) -> None:
+    """Refuse stages of a frozen module that have weights to train.
+
+    Raises:
+        PipelineError: names a weight.
+    """
+    for number, stage in stages.items():
+        weight = next(iter(trained(stage)), None) if number in frozen else None
+        if weight is not None:
+            raise PipelineError(f"stage {number} is of a frozen module, and {weight} is trained: requires_grad_(False)")
+
+
 def trained_ties(stages: Mapping[int, nn.Module]) -> list[dict[int, str]]:
     """The weights that stages of a ``ModelStages`` share, without frozen ones: these have no gradients to sum."""
     if not isinstance(stages, ModelStages):
@@ -525,5 +545,7 @@ def share_start(world: StageWorld, plan: LoweredPlan, stages: Mapping[int, Modul
                     if plan.shared_weights.places(number, weight.name) == holders:
                         by_ranks[holders].broadcast(local_part(stages[number].parameters[weight.name].data))
                 if plan.holders[number] == holders:
-                    for buffer in stages[number].module.buffers():
-                        by_ranks[holders].broadcast(buffer)
+                    module = stages[number].module
+                    frozen = (weight.data for weight in module.parameters() if not weight.requires_grad)
+                    for value in (*module.buffers(), *frozen):
+                        by_ranks[holders].broadcast(value)

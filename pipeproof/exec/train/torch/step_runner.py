@@ -207,7 +207,7 @@ class StepRunner:
         shared = [each for each in self.world.collectives.values() if each.members == holders]
         return StepLoss(
             (settings.normalize == "tokens", settings.loss_on == "all", settings.averages_losses),
-            shared[0] if last is not None and plan.has_copies else None,
+            shared[0] if last is not None and len(holders) > 1 else None,
             list if last is None or last.size == 1 else partial(getattr, last, "groups"), self.ranks.script_group,
             self.ranks.global_ranks[holders[0]], self.device,
             torch.float64 if plan.spec.run.dtype == "float64" else torch.float32, self.watch.calling,
@@ -293,7 +293,7 @@ class StepRunner:
         is_last = self.num_stages - 1 in self.modules
         data = self.contract.step_data(inputs, num, rows, [*self.modules], is_last=is_last)
         if is_last and data.targets is None:
-            if self.plan.lowered.has_copies and not is_training:
+            if len(self.plan.lowered.holders[-1]) > 1 and not is_training:
                 raise PipelineError("copies of the last stage share the micro-batches: pass `target` to eval_step()")
             if self.settings.loss_fn is not None and is_training:
                 raise PipelineError("this rank has the last stage: pass `target` to step()")
