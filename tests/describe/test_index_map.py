@@ -16,7 +16,6 @@ from pipeproof.stages.describe.index_map import (
     counts,
     differences,
     expert_map,
-    fused_qkv_map,
     layout_map,
     token_map,
 )
@@ -102,16 +101,6 @@ def test_counts_are_those_of_the_elements(ranges):
 def test_the_helpers_say_what_their_names_say():
     assert expert_map(8, 10, 4, 1).ranges == [(0, 20, 20)]
     assert token_map(2, 8, 2, 1).ranges == [(0, 4, 4), (4, 12, 4)]
-    assert elements(fused_qkv_map(2, 2, 1, 2, 1, grouped=True), 4) == [4, 5, 6, 7]
-    assert elements(fused_qkv_map(2, 2, 1, 2, 1, grouped=False), 4) == [2, 3, 5, 7]
-    with pytest.raises(ValueError, match="2 key-value heads do not divide over 8 ranks"):
-        fused_qkv_map(2, 4, 1, 8, 0, grouped=True)
-
-
-@pytest.mark.parametrize("grouped", [True, False])
-def test_parts_of_a_fused_weight_are_a_bijection(grouped):
-    parts = [fused_qkv_map(4, 3, 5, 2, rank, grouped=grouped) for rank in (0, 1)]
-    assert sorted(elements(parts[0], 50) + elements(parts[1], 50)) == list(range(100))
 
 
 placements = st.sampled_from([REPLICATED, INVARIANT, sharded(0), sharded(1)])

@@ -9,10 +9,10 @@ from pipeproof.diagnostics.finding import Severity
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, OpKind, parse_op
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.index_map import IndexMap, fused_qkv_map
+from pipeproof.stages.describe.index_map import IndexMap
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.declared_facts import ExpertRouting, Facts, HeldTensor, MapUse
+from pipeproof.verify.declared_facts import ExpertRouting, Facts, HeldTensor
 from pipeproof.verify.registry import RULES
 from pipeproof.verify.subject import graph_subject
 from tests.describe import moe
@@ -53,9 +53,6 @@ def test_typed_programs(name):
     assert codes(with_facts(typed_programs=(right.build(),))) == set()
 
 
-QKV = {rank: fused_qkv_map(4, 2, 3, 2, rank, grouped=True) for rank in range(2)}
-SPLIT_QKV = {rank: fused_qkv_map(4, 2, 3, 2, rank, grouped=False) for rank in range(2)}
-
 ALL_EXPERTS = ((0, 1, 2, 3),) * 2
 
 
@@ -79,11 +76,6 @@ MAPS = {
         "PP210",
         {"held_tensors": (HeldTensor("w", 6, {0: IndexMap.of([(0, 0, 3), (2, 3, 3)])}),)},
         {"held_tensors": (HeldTensor("w", 6, {0: IndexMap.of([(0, 0, 3), (3, 3, 3)])}),)},
-    ),
-    "fused weight in the other order": (
-        "PP211",
-        {"map_uses": (MapUse("qkv", QKV, SPLIT_QKV),)},
-        {"map_uses": (MapUse("qkv", SPLIT_QKV, SPLIT_QKV),)},
     ),
     "results are taken back for other experts": (
         "PP217",

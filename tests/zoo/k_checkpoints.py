@@ -1,6 +1,6 @@
 """Family K: checkpoints and resharding: stated maps from local to global indices, and states that are moved."""
 
-from pipeproof.stages.describe.index_map import expert_map, fused_qkv_map
+from pipeproof.stages.describe.index_map import IndexMap, expert_map
 from pipeproof.verify.declared_facts import HeldTensor, LoadedParameter, MapUse
 from tests.zoo.case import Case
 from tests.zoo.facts import stated
@@ -14,9 +14,21 @@ def saved_experts(part_of):
     return stated(num_ranks=2, held_tensors=(HeldTensor("experts", 32, {rank: part_of(rank) for rank in RANKS}),))
 
 
+def qkv_map(rank, *, grouped):
+    """The rows of a fused weight of two key-value heads on one of two ranks, 4 elements per head.
+
+    The local weight is [its two queries, its key, its value]. If ``grouped``, the whole weight has for each key-value
+    head its queries, key and value (Megatron-LM's order); otherwise all queries, all keys, all values.
+    """
+    firsts = (4 * rank, 4 * rank + 2, 4 * rank + 3) if grouped else (2 * rank, 4 + rank, 6 + rank)
+    return IndexMap.of(
+        [(4 * at, 4 * first, 4 * num) for at, first, num in zip((0, 2, 3), firsts, (2, 1, 1), strict=True)]
+    )
+
+
 def sliced_qkv(part_of):
     """A fused weight of two key-value groups of two queries each, loaded by two TP ranks."""
-    holds = {rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=True) for rank in RANKS}
+    holds = {rank: qkv_map(rank, grouped=True) for rank in RANKS}
     return stated(num_ranks=2, map_uses=(MapUse("qkv", {rank: part_of(rank) for rank in RANKS}, holds),))
 
 
@@ -36,8 +48,8 @@ CASES = (
     Case(
         "K3",
         "the fused weight is split into equal runs of rows, although its rows interleave by key-value group",
-        lambda: sliced_qkv(lambda rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=True)),
-        lambda: sliced_qkv(lambda rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=False)),
+        lambda: sliced_qkv(lambda rank: qkv_map(rank, grouped=True)),
+        lambda: sliced_qkv(lambda rank: qkv_map(rank, grouped=False)),
         kills=("PP211",),
     ),
     Case(

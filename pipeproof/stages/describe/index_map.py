@@ -159,30 +159,3 @@ def token_map(num_rows: int, seq_length: int, num_ranks: int, rank: int) -> Inde
         ValueError: the ranks do not divide the sequence.
     """
     return layout_map((num_rows, seq_length), Placement(PlacementKind.SHARDED, 1), num_ranks, rank)
-
-
-def fused_qkv_map(
-    num_kv_heads: int, queries_per_kv_head: int, head_numel: int, num_ranks: int, rank: int, *, grouped: bool
-) -> IndexMap:
-    """The rows of a fused query, key and value weight on a tensor-parallel rank, ``head_numel`` per head.
-
-    The local weight is [its queries, its keys, its values]. If ``grouped``, the whole weight has for each key-value
-    head its queries, key and value (Megatron-LM's order); otherwise all queries, all keys, all values.
-
-    Raises:
-        ValueError: the ranks do not divide the key-value heads.
-    """
-    if num_kv_heads % num_ranks:
-        raise ValueError(f"{num_kv_heads} key-value heads do not divide over {num_ranks} ranks")
-    share = num_kv_heads // num_ranks
-    heads = range(rank * share, (rank + 1) * share)
-    widths = (queries_per_kv_head, 1, 1)  # heads of query, key and value for each key-value head
-    ranges = []
-    local = 0
-    for part, width in enumerate(widths):
-        before = sum(widths[:part])
-        for head in heads:
-            first = head * sum(widths) + before if grouped else num_kv_heads * before + head * width
-            ranges.append((local, first * head_numel, width * head_numel))
-            local += width * head_numel
-    return IndexMap.of(ranges)
