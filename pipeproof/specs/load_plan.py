@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
@@ -391,19 +391,11 @@ def _validate(data: object) -> tuple[PlanSpec | None, list[Problem]]:
                 help="begin with `pipeproof: 1`, then model, topology and schedule",
             )
         ]
-    later = [*_later_problems(data)]
     try:
         sections = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
-        spec = PlanSpec.model_validate(sections)
+        return PlanSpec.model_validate(sections), []
     except ValidationError as error:
-        refused = {problem.path for problem in later}
-        others = [problem for problem in problems_of(error) if not _is_below(problem.path, refused)]
-        return None, [*later, *others]
-    return (None, later) if later else (spec, [])
-
-
-def _is_below(path: KeyPath, roots: set[KeyPath]) -> bool:
-    return any(path[:length] in roots for length in range(1, len(path) + 1))
+        return None, problems_of(error)
 
 
 def _finding(problem: Problem, source: SourceMap | None) -> Finding:
@@ -413,51 +405,3 @@ def _finding(problem: Problem, source: SourceMap | None) -> Finding:
 
 def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
     return list(dict.fromkeys(findings))
-
-
-@dataclass(frozen=True, slots=True)
-class LaterFeature:
-    """Values of a key whose feature is planned for a later release; ``alternative`` is for this release.
-
-    ``applies`` takes the section, and limits the row to some of its other values.
-    """
-
-    section: str
-    key: str
-    values: tuple[str, ...]
-    applies: Callable[[Mapping[str, object]], bool]
-    feature: str
-    alternative: str
-
-
-def _with_paddle(run: Mapping[str, object]) -> bool:
-    return run.get("backend", "paddle") == "paddle"
-
-
-LATER: tuple[LaterFeature, ...] = (
-    LaterFeature(
-        "run",
-        "dtype",
-        ("bfloat16", "float16"),
-        _with_paddle,
-        "16-bit types with Paddle",
-        "use float32 or float64, or `backend: torch`",
-    ),
-)
-"""Values that are refused with PP107, which explains more than PP106."""
-
-
-def _later_problems(data: Mapping[str, object]) -> Iterator[Problem]:
-    """PP107 for each key of ``data`` (a plan before validation) whose feature is not in this release."""
-    for row in LATER:
-        section = data.get(row.section)
-        if not isinstance(section, Mapping) or row.key not in section:
-            continue
-        value = section[row.key]
-        if isinstance(value, str) and value in row.values and row.applies(section):
-            yield Problem(
-                "PP107",
-                (row.section, row.key),
-                f"`{row.section}.{row.key}: {shortened(value)}` comes in a later release, with {row.feature}",
-                help=row.alternative,
-            )

@@ -156,17 +156,6 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         right="topology: {pp: 1}",
     ),
     RuleDoc(
-        code="PP107",
-        title="comes in a later release",
-        explanation=(
-            "The key or value belongs to the plan format, but the feature behind it is not in this "
-            "release. It is refused rather than ignored: otherwise a plan would be proved that does "
-            "not run as written."
-        ),
-        wrong="run: {backend: paddle, dtype: bfloat16}",
-        right="run: {backend: torch, dtype: bfloat16}",
-    ),
-    RuleDoc(
         code="PP108",
         title="sizes do not divide",
         explanation=(

@@ -21,7 +21,7 @@ def refusal(path):
 def test_there_are_enough_of_them():
     assert len(BROKEN) >= 25
     codes = {match[1] for path in BROKEN for match in EXPECT.finditer(path.read_text())}
-    assert codes == {f"PP{number}" for number in range(101, 110)}
+    assert codes == {f"PP{number}" for number in range(101, 110) if number != 107}
 
 
 @pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)

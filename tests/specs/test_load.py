@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.source import MAX_BYTES, PlanFileError
-from pipeproof.specs.load_plan import LATER, load_plan, plan_from_dict
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.section import sections_in
 from tests.specs.plans import EXAMPLE, example, outcome
@@ -164,19 +164,9 @@ def test_dump_loads_to_an_equal_plan(tmp_path_factory, tp, pp, sp, order, transp
 # Refusals
 
 
-def test_every_row_of_the_later_table_is_refused_and_said_so():
-    for row in LATER:
-        value = row.values[0]
-        findings = refused(example(**{row.section: {row.key: value}}))
-        assert [code for code, _ in findings] == ["PP107"], row
-        assert "comes in a later release" in findings[0][1]
-        with pytest.raises(ValueError, match=row.key):  # and no way around it in Python
-            PlanSpec.model_validate(example(**{row.section: {row.key: value}}))
-
-
 def test_all_findings_come_at_once():
-    plan = example(model={"num_heads": "4"}, run={"seed": -1, "sead": 1, "dtype": "float16"}, topology={"pp": 0})
-    assert sorted(code for code, _ in refused(plan)) == ["PP102", "PP105", "PP106", "PP106", "PP107"]
+    plan = example(model={"num_heads": "4"}, run={"seed": -1, "sead": 1}, topology={"pp": 0})
+    assert sorted(code for code, _ in refused(plan)) == ["PP102", "PP105", "PP106", "PP106"]
 
 
 def test_a_misspelt_key_is_not_also_missing():

@@ -47,7 +47,7 @@ def test_golden_of_broken_files(check_golden, monkeypatch):
         "unknown_key",
         "missing_keys",
         "tp_does_not_divide",
-        "later_values",
+        "paddle_in_16_bits",
         "unclosed_brace",
         "second_document",
     ):

@@ -20,7 +20,6 @@ from pipeproof.comm.backends import TABLES
 from pipeproof.comm.channel_models import MODELS, QUEUES, queue_text
 from pipeproof.exec.store.launcher_table import LAUNCHERS, Source
 from pipeproof.schedule import ops
-from pipeproof.specs.load_plan import LATER
 from pipeproof.specs.plan import plan_json_schema
 from pipeproof.verify.certificate import graph_digest
 
@@ -30,7 +29,7 @@ TABLES_PAGE = EVIDENCE / "backend-tables.md"
 def pages() -> dict[Path, str]:
     """Return every page with its current generated parts."""
     return {
-        DOCS / "plan.md": fill(DOCS / "plan.md", {"keys": keys_parts()[0], "later": later_part()}),
+        DOCS / "plan.md": fill(DOCS / "plan.md", {"keys": keys_parts()[0]}),
         TABLES_PAGE: fill(TABLES_PAGE, {"tables": tables_part(), "behaviours": behaviours_part()}),
         DOCS / "running.md": fill(DOCS / "running.md", {"launchers": launchers_part()}),
         DOCS / "deadlock.md": fill(DOCS / "deadlock.md", {"models": models_part()}),
@@ -174,12 +173,6 @@ def _power(value: int) -> str:
     if value & (value - 1) == 0:
         return f"2^{value.bit_length() - 1}"
     return f"10^{len(str(value)) - 1}" if value == 10 ** (len(str(value)) - 1) else str(value)
-
-
-def later_part() -> str:
-    """Return a table of the keys and values that are refused until their feature exists."""
-    rows = [(f"`{row.section}.{row.key}`", row.feature, row.alternative) for row in LATER]
-    return table(("key", "what comes later", "in this release"), rows)
 
 
 def behaviours_part() -> str:
