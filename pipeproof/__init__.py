@@ -12,9 +12,9 @@ What most people need is here and is imported when first used:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipeproof.lazy_exports import lazy_exports
 from pipeproof.version import __version__
 
 if TYPE_CHECKING:
@@ -79,12 +79,7 @@ _HOMES = {
 }
 """Public name to the module that holds it: `import pipeproof` alone loads none of them."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'pipeproof' has no attribute {name!r}")
-    module, _, original = _HOMES[name].partition(":")
-    return getattr(importlib.import_module(f"pipeproof.{module}"), original or name)
+__getattr__ = lazy_exports(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeproof.diagnostics.install_command import missing_framework
+from pipeproof.lazy_exports import lazy_exports
 
 try:
     from pipeproof.exec.monitor.torch_watch import watch
@@ -66,9 +66,5 @@ __all__ = [
     "watch",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import what takes a second at first use: ``torch.distributed.tensor``, and the search of ``tune``."""
-    if name in _LATE:
-        return getattr(import_module(f"pipeproof.exec.train.torch.{_LATE[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_exports(__name__, _LATE, "pipeproof.exec.train.torch")
+"""It imports at first use what takes a second: ``torch.distributed.tensor``, and the search of ``tune``."""

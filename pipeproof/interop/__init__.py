@@ -7,8 +7,9 @@ one of ``KINDS``; ``check_imported`` checks the plan of each.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipeproof.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from pipeproof.interop.importers.check_imported import check_imported, load_imported
@@ -39,8 +40,4 @@ _MODULES = {
     "load_imported": "check_imported",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'pipeproof.interop' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pipeproof.interop.importers.{_MODULES[name]}"), name)
+__getattr__ = lazy_exports(__name__, _MODULES, "pipeproof.interop.importers")

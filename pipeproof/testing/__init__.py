@@ -9,8 +9,9 @@ Other modules: ``probes`` and ``endpoint_protocol`` for backends.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipeproof.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from pipeproof.comm.backends import backend_table
@@ -34,8 +35,4 @@ _HOMES = {
 }
 """Module of each public name; backends that use this package load none of them."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'pipeproof.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pipeproof.{_HOMES[name]}"), name)
+__getattr__ = lazy_exports(__name__, _HOMES)

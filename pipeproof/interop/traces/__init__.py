@@ -7,8 +7,9 @@ logs of all ranks.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipeproof.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from pipeproof.interop.traces.check_traces import check_log
@@ -25,8 +26,4 @@ _MODULES = {
     "record_torch": "torch_calls",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'pipeproof.interop.traces' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pipeproof.interop.traces.{_MODULES[name]}"), name)
+__getattr__ = lazy_exports(__name__, _MODULES, __name__)
