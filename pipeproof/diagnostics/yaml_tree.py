@@ -202,7 +202,7 @@ class _Builder:
             raise _TextError(location, f"more than {MAX_DEPTH} levels of nesting; a plan has four")
         self._count(1, event)
         # An empty value has no characters: findings point at its key.
-        is_empty = isinstance(event, events.ScalarEvent) and _has_no_characters(event)
+        is_empty = event.start_mark.index == event.end_mark.index and isinstance(event, events.ScalarEvent)
         self._source.values[path] = key_location if is_empty and key_location is not None else location
         if isinstance(event, events.AliasEvent):
             return self._alias(event)
@@ -328,7 +328,3 @@ class _Builder:
             shown = shortened(event.tag.replace("tag:yaml.org,2002:", "!!"))
             message = f"the tag `{shown}` has no meaning in a plan"
             raise _TextError(self._location(event), message, help="remove it")
-
-
-def _has_no_characters(event: Any) -> bool:
-    return bool(event.start_mark.index == event.end_mark.index)

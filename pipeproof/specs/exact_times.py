@@ -169,14 +169,10 @@ def _validate_share(value: object, info: ValidationInfo) -> Fraction | None:
     return share
 
 
-def _share_to_json(value: Fraction | None) -> Any:
-    return None if value is None else fraction_to_json(value)
-
-
 Slowdown = Annotated[
     Fraction | None,
     PlainValidator(_validate_share),
-    PlainSerializer(_share_to_json, when_used="json"),
+    PlainSerializer(fraction_to_json, when_used="json-unless-none"),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, _RATIO_TEXT, {"type": "null"}]}),
 ]
 """A share of 1, exact, or None: not given."""

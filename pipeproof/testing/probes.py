@@ -147,7 +147,7 @@ def check_backend(
                 world = stack.enter_context(make_world())
             outcomes = world.run(probe.body, timeout_s)
             results.append(_result(table, probe, outcomes))
-            if not _usable_after(outcomes):
+            if {outcome.kind for outcome in outcomes} not in ({"returned"}, {"raised"}):
                 stack.close()
                 world = None
     return results
@@ -161,10 +161,6 @@ def _selected(keys: Collection[str] | None) -> list[Probe]:
         choices = ", ".join(probe.key for probe in PROBES)
         raise ValueError(f"no probe observes {', '.join(sorted(unknown))}; probes observe {choices}")
     return [probe for probe in PROBES if probe.key in keys]
-
-
-def _usable_after(outcomes: Outcomes) -> bool:
-    return {outcome.kind for outcome in outcomes} in ({"returned"}, {"raised"})
 
 
 def _result(table: BackendTable, probe: Probe, outcomes: Outcomes) -> RowResult:

@@ -47,7 +47,11 @@ def loss_svg(title: str, trainings: Sequence[Sequence[LossPart]]) -> str:
         for number, part in enumerate(parts)
     ]
     notes = [note for _, part, _ in marked for note in _not_finite(part)]
-    lanes = [training for training, parts in enumerate(trainings) if any(map(_has_not_finite, parts))]
+    lanes = [
+        training
+        for training, parts in enumerate(trainings)
+        if not all(isfinite(value) for part in parts for _, value in part.losses)
+    ]
     losses = [loss for _, part, _ in marked for loss in part.losses]
     finite = [value for _, value in losses if isfinite(value)]
     top = _TOP + _LINE * (len(marked) + len(notes)) + _LANE * len(lanes) + 14
@@ -73,10 +77,6 @@ def loss_svg(title: str, trainings: Sequence[Sequence[LossPart]]) -> str:
         }
         marks += [f'<path class="bad" d="M{x - 3} {y - 7}l6 6m-6 0l6 -6"/>' for x in sorted(columns)]
     return svg_page((left + _LENGTH + _RIGHT, top + _HEIGHT + 44), title, marks, _STYLE, _ALWAYS_LIGHT)
-
-
-def _has_not_finite(part: LossPart) -> bool:
-    return not all(isfinite(value) for _, value in part.losses)
 
 
 def _not_finite(part: LossPart) -> Iterator[str]:

@@ -61,7 +61,8 @@ def print_table(
             widest = max(texts, key=lambda number: _width(columns[number]))
             if _shorten(columns[widest][1:], max(_width(columns[widest]) - excess, _LEAST_TEXT)):
                 shortened = names[widest]
-    print_lines(table_lines([headings[number] for number in columns], _rows(columns.values())), console)
+    rows = list(zip(*(column[1:] for column in columns.values()), strict=True))
+    print_lines(table_lines([headings[number] for number in columns], rows), console)
     notes = [f"left out: {', '.join(left_out)}"] if left_out else []
     if shortened:
         notes.append(f"shortened: {shortened}")
@@ -74,10 +75,6 @@ def _columns(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> l
     cells = [[Text(heading.removeprefix(">"), style="bold") for heading in headings]]
     cells += [[Text(cell) if isinstance(cell, str) else cell.copy() for cell in row] for row in rows]
     return list(zip(*cells, strict=True))
-
-
-def _rows(columns: Iterable[Sequence[Text]]) -> list[tuple[Text, ...]]:
-    return list(zip(*(column[1:] for column in columns), strict=True))
 
 
 def _width(column: Sequence[Text]) -> int:

@@ -273,12 +273,8 @@ def _column(time: Fraction, scale: _Scale) -> int:
 
 def _block(ops: Sequence[Op], stages: Sequence[int], width: int) -> tuple[str, str]:
     """``F12---`` and its style; only the letter, ``F-----``, where the micro-batch does not fit."""
-    labels = "+".join(map(_label, ops)), "+".join(op.kind.value for op in ops), "+"
+    labels = "+".join(op.kind.value + work_item_text(op) for op in ops), "+".join(op.kind.value for op in ops), "+"
     label = next((label for label in labels if len(label) <= width), "")
     chunk = stages.index(ops[0].stage)
     style = _STYLES[ops[0].kind][chunk % 2] if len(ops) == 1 else _PAIR_STYLE
     return label.ljust(width, _FILLS[chunk % len(_FILLS)]), style
-
-
-def _label(op: Op) -> str:
-    return op.kind.value + work_item_text(op)

@@ -53,7 +53,7 @@ def render_tune(result: TuneResult, console: Console) -> None:
     rows = [
         (
             f"={row.rank}" if row.difference_error is not None else str(row.rank),
-            *(_cell(getattr(row.layout, name)) for _, name in columns),
+            *("" if (value := getattr(row.layout, name)) is None else str(value) for _, name in columns),
             *_figures(row, result),
         )
         for row in result.rows
@@ -166,10 +166,6 @@ def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
     yield size_text(row.peak_gib * GIB)
     yield f"{row.parts_s['bubble'] / row.step_s:.1%}"
     yield f"{row.parts_s['communication'] / row.step_s:.1%}"
-
-
-def _cell(value: object) -> str:
-    return "" if value is None else str(value)
 
 
 def _counts_text(result: TuneResult) -> str:

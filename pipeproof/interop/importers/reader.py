@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -63,7 +63,8 @@ def import_flags(arguments: Arguments, options: Flags) -> Imported:
     """
     tool = fork_of(FORKS, arguments.flags, arguments.program, MEGATRON_LM)
     source = SourceMap(arguments.file, arguments.lines)
-    job = Job(tool, _tree_of_flags(arguments.flags, source), options, dict(arguments.flags), [*arguments.notes])
+    tree = tree_of({plain(name): _placed(setting) for name, setting in arguments.flags.items()}, source)
+    job = Job(tool, tree, options, dict(arguments.flags), [*arguments.notes])
     tool.adapt(job)
     return import_arguments(job.arguments(arguments), options, tool)
 
@@ -127,10 +128,6 @@ def _launched(command: Sequence[Argument]) -> dict[str, Placed]:
     """Return the flags of torchrun, as ``launcher.nnodes`` and ``launcher.nproc_per_node``."""
     flags = {plain(name): replace(one, values=one.values[:1]) for name, one in settings_of_words(command).items()}
     return {f"launcher.{name}": _placed(setting) for name, setting in flags.items()}
-
-
-def _tree_of_flags(flags: Mapping[str, Setting], source: SourceMap) -> Tree:
-    return tree_of({plain(name): _placed(setting) for name, setting in flags.items()}, source)
 
 
 def _placed(setting: Setting) -> Placed:

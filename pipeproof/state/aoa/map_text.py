@@ -10,7 +10,7 @@ from pipeproof.state.aoa.expand import by_form
 from pipeproof.state.aoa.tensor_families import is_state
 from pipeproof.state.region_text import counted
 from pipeproof.state.regions import Region
-from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, identity_tensor
+from pipeproof.state.tensor_map import RegionCopy, StateMap, identity_tensor
 
 _MAX_COPIES = 8
 
@@ -23,7 +23,9 @@ def map_lines(state_map: StateMap, shapes: dict[str, tuple[int, ...]]) -> Iterat
     Unchanged tensors are counted, and so are optimizer states, which follow their weights.
     """
     changed = {
-        name for name, tensor in state_map.tensors.items() if not is_state(name) and not _is_unchanged(name, tensor)
+        name
+        for name, tensor in state_map.tensors.items()
+        if not is_state(name) and tensor.copies != identity_tensor(name, tensor.dtype, tensor.shape).copies
     }
     num_states = sum(map(is_state, state_map.tensors))
     for similar in by_form(sorted(changed, key=_by_number)).values():
@@ -71,10 +73,6 @@ def _copy_to_json(copy: RegionCopy) -> dict[str, Any]:
         "permutation": copy.permutation,
         "casts": copy.casts,
     }
-
-
-def _is_unchanged(name: str, tensor: TensorMap) -> bool:
-    return tensor.copies == identity_tensor(name, tensor.dtype, tensor.shape).copies
 
 
 def _and_more(number: int, before: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, Location
@@ -356,9 +355,5 @@ def in_scalar(source: SourceMap, location: Location, text: str) -> Locator:
     """Return the locator for a YAML string, which may be quoted and have escapes."""
     column = source.lines[location.line - 1].find(text, location.column - 1)
     if column < 0:
-        return partial(_in_all, location)
+        return lambda _start, _stop: location
     return Location(source.file, location.line, column + 1).part
-
-
-def _in_all(location: Location, _start: int, _stop: int) -> Location:
-    return location

@@ -7,7 +7,7 @@ checked once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 
@@ -126,7 +126,8 @@ def _tiling_findings(side: ShardLayout) -> Iterator[Finding]:
         name, region = cuts[0].tensors[0], cuts[0].fault.region
         more = sum(len(cut.tensors) for cut in cuts) - 1
         where = range_text(region, side.tensors[name].shape)
-        holders = _holders(side.shards.get(name, ()), cuts[0].fault.holders)
+        shards = side.shards.get(name, ())
+        holders = " and ".join(dict.fromkeys(shards[number].where for number in cuts[0].fault.holders))
         facts = {
             "missing": f"no shard has {where}",
             "repeated": f"{where} is in {cuts[0].fault.num_holders} shards, {holders}",
@@ -146,10 +147,6 @@ def _kind(fault: TilingFault) -> str:
     if not fault.num_holders:
         return "missing"
     return "repeated" if fault.num_holders > 1 else "outside"
-
-
-def _holders(shards: tuple[HeldShard, ...], numbers: Iterable[int]) -> str:
-    return " and ".join(dict.fromkeys(shards[number].where for number in numbers))
 
 
 _SHOWN = 3

@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 from pipeproof.interop.importers.names import MEGATRON, VERSIONS, names_of, plain
 
 _NOTHING: Final = re.compile(r"(?!)")
-
-
-def _no_names() -> Mapping[str, str]:
-    return MappingProxyType({})
 
 
 def nothing(_: object) -> None:
@@ -36,7 +31,7 @@ class Tool:
     """Paths of the sections that have arguments of Megatron-LM, or attributes of Megatron-Core."""
     elsewhere: frozenset[str] = frozenset()
     """Keys of these sections that are not arguments."""
-    values: Mapping[str, str] = field(default_factory=_no_names)
+    values: Mapping[str, str] = field(default_factory=dict)
     """Paths of other values, and their flags."""
     switches: tuple[str, ...] = ()
     """Flags that the tool sets."""
