@@ -36,7 +36,7 @@ WIDER = {
     "api/tune_result.py:tune": 11,  # a public function
     "exec/monitor/ring.py:RingWriter.issue": 16,
     "exec/rank/adapter.py:RankAdapter.__init__": 11,
-    "exec/train/paddle/pipeline.py:Pipeline.__init__": 11,  # the public constructor
+    "exec/train/paddle/pipeline.py:Pipeline.__init__": 12,  # the public constructor
     "exec/train/torch/pipeline.py:Pipeline.__init__": 26,  # the public constructor
     "exec/train/train_rank.py:TrainRank.__init__": 11,
 }

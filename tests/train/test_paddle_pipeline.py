@@ -94,6 +94,8 @@ def test_every_rank_raises_the_error_of_one(tmp_path):
         "clip": ("PipelineError", "fleet.distributed_optimizer"),
         "refused": ("PlanRefused", "PP401: ranks 0, 1 deadlock"),
         "early": ("PipelineError", "give Pipeline an `example`"),
+        "edge": ("PipelineError", "edges has 'skip': (1, [0], 'relay')"),
+        "no tensor": ("PipelineError", "forward() got an unexpected keyword argument 'a'"),
         "twice": ("PipelineError", "`linear.weight` of layer 0 and `linear.weight` of layer 2 are one weight"),
         "stall": ("PipelineError", "rank 0 waits in step 1 for rank 1: WAIT(0RECV_B0)"),
     }
@@ -102,6 +104,14 @@ def test_every_rank_raises_the_error_of_one(tmp_path):
         for case, (kind, part) in parts.items():
             assert of_rank[case][0] == kind, case
             assert part in of_rank[case][1], case
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_lists_with_edges_train_as_the_unpartitioned_model(tmp_path, num_ranks):
+    for of_rank in found_by(tmp_path, "paddle_list.py", num_ranks, "edges"):
+        assert len(of_rank) == 8
+        for case, facts in of_rank.items():
+            assert (facts["wrong"], facts["greatest"]) == ([], 0.0), case
 
 
 @pytest.fixture(scope="module")

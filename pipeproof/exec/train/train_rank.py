@@ -97,7 +97,6 @@ def require_supported(spec: PlanSpec) -> None:
             "a module's backward may read its output",
         ),
         (spec.run.replay, "run.replay", "PyTorch's Pipeline has replay=True"),
-        (bool(spec.edges) and not is_torch, "edges", "PyTorch's Pipeline passes tensors on"),
         (bool(spec.modules) and not is_torch, "modules", "PyTorch's Pipeline has them"),
         (
             spec.schedule.alternation is not None and not is_torch,

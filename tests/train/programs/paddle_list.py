@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from pipeproof.exec.store.rendezvous import await_store
@@ -23,6 +24,7 @@ from tests.train.programs.fleet_script import Block, Last, cross_entropy, embed,
 
 STEPS, COUNT, SEED = 3, 4, 1234
 RANK = int(os.environ["PADDLE_TRAINER_ID"])
+INTERLEAVED = {"pipeproof": 1, "schedule": {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": COUNT}}
 
 
 def blocks(count, dropout=0.0):
@@ -109,9 +111,11 @@ class Unpartitioned:
         return total
 
 
-def compared(described, loss, data, **arguments):
-    """Train both; the values that differ, and the greatest difference of a weight."""
+def compared(described, loss, data, forward=None, **arguments):
+    """Train both; the values that differ, and the greatest difference of a weight. ``forward`` is of another graph."""
     whole = Unpartitioned(described(), loss)
+    if forward is not None:
+        whole.forward = partial(forward, *whole.calls)
     pipe = Pipeline(described(), loss_fn=loss, num_micro_batches=COUNT, timeout_s=60, **arguments)
     optimizer = adamw(pipe.parameters())
     wrong = []
@@ -151,8 +155,7 @@ def same_as_unpartitioned(output):
             lambda: [LayerDesc(Frozen), LayerDesc(Frozen), *blocks(3)], square, floats, schedule=kind
         )
         pipe.close()
-    interleaved = {"pipeproof": 1, "schedule": {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": COUNT}}
-    found["interleaved"], pipe = compared(lambda: blocks(6), square, floats, plan=interleaved)
+    found["interleaved"], pipe = compared(lambda: blocks(6), square, floats, plan=INTERLEAVED)
     pipe.close()
     # the plan that was made, from its file; and one that declares every layer, with its own partition
     file = f"{output}.{RANK}.yaml"
@@ -168,6 +171,73 @@ def same_as_unpartitioned(output):
         }  # fmt: skip
         found[messages], pipe = compared(pairs, square, floats, plan=plan)
         pipe.close()
+    return found
+
+
+class Down(nn.Layer):
+    """An output for the next layer, and half of the width for a later one."""
+
+    def __init__(self, skip):
+        super().__init__()
+        self.block, self.narrow, self.skip = Block(), nn.Linear(8, 4), skip
+
+    def forward(self, x):
+        return {"x": self.block(x), self.skip: self.narrow(x)}
+
+
+class Up(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.block, self.wide = Last(), nn.Linear(4, 8)
+
+    def forward(self, x, **skip):
+        (value,) = skip.values()
+        return self.block(x) + self.wide(value)
+
+
+class Reads(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, first=None):
+        return self.block(x) if first is None else self.block(x * first)
+
+
+def unet(down1, down2, up2, up1, x):
+    x, skip1 = down1(x).values()
+    x, skip2 = down2(x).values()
+    return up1(up2(x, skip2=skip2), skip1=skip1)
+
+
+def residuals(one, two, three, four, x):
+    """Each stage reads the first output by a copy of its own: a pipeline adds what a stage uses of it first."""
+    first = one(x)
+    return four(three(two(first.clone()), first=first.clone()), first=first.clone())
+
+
+def edges(output):
+    found = {}
+    models = {
+        "unet": (lambda: [LayerDesc(Down, "skip1"), LayerDesc(Down, "skip2"), LayerDesc(Up), LayerDesc(Up)], unet,
+                 {"skip1": (0, [3]), "skip2": (1, [2])}),
+        "residuals": (lambda: [LayerDesc(Reads) for _ in range(4)], residuals, {"first": (0, [2, 3])}),
+    }  # fmt: skip
+    two = paddle.distributed.get_world_size() == 2
+    kinds = {"zb_v": {"schedule": "zb_v"}, "interleaved": {"plan": INTERLEAVED}} if two else {
+        "1f1b": {"schedule": "1f1b"}, "zb_h1": {"schedule": "zb_h1"}}  # fmt: skip
+    for name, (described, forward, given) in models.items():
+        for route in ("relay", "direct"):
+            of_route = {edge: (*ends, route) for edge, ends in given.items()}
+            for kind, arguments in kinds.items():
+                case = f"{name} {route} {kind}"
+                found[case], pipe = compared(described, square, floats, forward, edges=of_route, **arguments)
+                assert [(edge["name"], edge["route"]) for edge in pipe.plan.content["edges"]] == [
+                    (edge, route) for edge in given
+                ]  # fmt: skip
+                comparison = pipe.compare(floats(7, COUNT))
+                assert comparison.is_exact, str(comparison)
+                pipe.close()
     return found
 
 
@@ -252,6 +322,10 @@ def errors(output):
         [*(f"1F{n}" for n in range(COUNT)), *(f"1B{n}" for n in range(COUNT))],
     ]
     found["refused"] = error_of(lambda: train([*one, *one], schedule=deadlock))
+    found["edge"] = error_of(lambda: train([*one, *one], edges={"skip": (1, [0])}))
+    found["no tensor"] = error_of(
+        lambda: train([*one, *one, *one, *one], schedule="zb_v", edges={"a": (0, [2]), "b": (0, [3])})
+    )
     layer = Last()
     found["twice"] = error_of(lambda: train([layer, *one, layer]))
     found["early"] = error_of(lambda: Pipeline([*one, *one], num_micro_batches=4).plan)
@@ -306,8 +380,7 @@ def comparisons(output):
     for kind in ("zb_v", "1f1b", "dualpipe_v", "gpipe"):
         found[kind] = whole(blocks(5), square, floats, schedule=kind)
         found[f"tied {kind}"] = whole(tied(), cross_entropy, tokens, schedule=kind)
-    chunks = {"pipeproof": 1, "schedule": {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": COUNT}}
-    found["interleaved"] = whole(pairs(), square, floats, plan=chunks)
+    found["interleaved"] = whole(pairs(), square, floats, plan=INTERLEAVED)
     paddle.seed(3)  # layers that the script has built, equal on all ranks
     found["built"] = whole([Block(), Frozen(), Block(), Last()], square, floats, schedule="zb_v")
     found["unused"] = whole([LayerDesc(Unused), *blocks(2)], square, floats)
@@ -330,7 +403,7 @@ def main(output, case):
         await_store(os.environ["PADDLE_MASTER"])
     with quiet_native():
         paddle.distributed.init_parallel_env()
-    found = {"same": same_as_unpartitioned, "compare": comparisons, "errors": errors}[case](output)
+    found = {"same": same_as_unpartitioned, "compare": comparisons, "errors": errors, "edges": edges}[case](output)
     Path(f"{output}.{RANK}").write_text(json.dumps(found))
 
 

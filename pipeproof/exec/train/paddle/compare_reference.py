@@ -208,6 +208,7 @@ class _Unpartitioned:
         placed, self._fleet = runner.placed, runner.ranks.fleet
         self._count, self._losses = runner.sizes.count, placed.stages.losses
         self._each: list[Tensor] = []
+        self._edges = placed.edges
         parts = placed.stages.parts
         self._stages = [
             ListStages(_copied(placed.described, parts[number], parts[number + 1]), parts, [number], self._losses)
@@ -226,9 +227,7 @@ class _Unpartitioned:
 
     def run(self, data: StepData, index: int) -> dict[tuple[int, str], Tensor]:
         """Run one micro-batch forward and backward; return the gradients of trained weights by stage and name."""
-        value = data.inputs[index]
-        for number, stage in enumerate(self._stages):
-            value = stage.call(number, value)
+        value = self._output(data.inputs[index])
         loss_function = self._losses[data.loss_index or 0]
         assert loss_function is not None, "a step without one is refused"
         loss = loss_function(value, data.labels[index])
@@ -242,6 +241,23 @@ class _Unpartitioned:
             gradients[key] = paddle.zeros_like(weight) if weight.grad is None else weight.grad.clone()
             weight.grad = None
         return gradients
+
+    def _output(self, value: Any) -> Any:
+        """The output of the last stage. A stage reads each edge by one copy: then its gradient is one addend."""
+        held: dict[str, Tensor] = {}
+        for number, stage in enumerate(self._stages):
+            used = {name: held[name].clone() for name, (_, users, _) in self._edges.edges.items() if number in users}
+            value = stage.call(number, value, **used)
+            for name in [name for name, (producer, *_) in self._edges.edges.items() if producer == number]:
+                if isinstance(value, dict):
+                    held[name] = value[name]
+                    value = {key: tensor for key, tensor in value.items() if key != name}
+                else:
+                    held[name], value = value, value.clone()
+            following = self._edges.of_stage(number + 1)
+            if following is not None and following.is_named and isinstance(value, dict) and len(value) == 1:
+                (value,) = value.values()
+        return value
 
     def loss(self) -> Tensor:
         """The mean of the losses of micro-batches."""

@@ -26,6 +26,7 @@ from pipeproof.exec.train.paddle.stage_layers import LossFunction
 from pipeproof.exec.train.paddle.start_phases import Settings, connect, infer, join, place, prove
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData
 from pipeproof.exec.train.paddle.step_runner import StepRunner, drawn_step
+from pipeproof.exec.train.stage_edges import Edges
 
 
 class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
@@ -45,6 +46,9 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         example: the inputs of the first stage for one micro-batch, the same on all ranks.
         seg_method: Fleet's method to cut a list: ``uniform``, ``layer:CLASS`` or the first layer of each stage.
         num_virtual_pipeline_stages: number of stages on each rank for a list, if the schedule does not fix it.
+        edges: tensors for stages after the next one, as {name: (producer, consumers)} or with "direct" as the third,
+            for a list: ``{"skip": (0, [3])}``. The last layer of the producer's stage returns a dict with the output
+            and the tensor, or one tensor that is both; the first layer of each consumer's stage takes it by name.
         group: Paddle's group of the pipeline's ranks. Default: Fleet's pipeline group; the world without Fleet.
         timeout_s: time without progress after which a report is printed and all ranks end.
         unsafe: train by a plan that is not proved.
@@ -65,6 +69,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         example: Any = None,
         seg_method: str | Sequence[int] = "uniform",
         num_virtual_pipeline_stages: int | None = None,
+        edges: Edges | None = None,
         group: Any = None,
         timeout_s: float = 600.0,
         unsafe: bool = False,
@@ -72,7 +77,15 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         super().__init__()
         losses = () if loss_fn is None else tuple(loss_fn) if isinstance(loss_fn, Sequence) else (loss_fn,)
         self._settings = Settings(
-            plan, schedule, num_micro_batches, losses, seg_method, num_virtual_pipeline_stages, timeout_s, unsafe
+            plan,
+            schedule,
+            num_micro_batches,
+            losses,
+            seg_method,
+            num_virtual_pipeline_stages,
+            edges or {},
+            timeout_s,
+            unsafe,
         )
         self._ranks = join(group, timeout_s)
         with one_failure(self._ranks.agreement):

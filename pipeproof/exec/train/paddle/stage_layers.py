@@ -20,6 +20,7 @@ from paddle.distributed.fleet.meta_parallel.parallel_layers.random import get_rn
 
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import kind_text
+from pipeproof.exec.train.stage_edges import PassedEdges
 
 Tensor: TypeAlias = paddle.Tensor
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
@@ -51,8 +52,8 @@ class StageLayers(Protocol):
     parts: Sequence[int]
     """Stage S has the entries ``parts[S]`` to ``parts[S + 1] - 1`` of the list."""
 
-    def call(self, number: int, value: Any) -> Any:
-        """Run a stage on the value that the stage before it returned."""
+    def call(self, number: int, value: Any, **edges: Tensor) -> Any:
+        """Run a stage on the value that the stage before it returned, and on the edges that it uses."""
 
     def module(self, number: int) -> nn.Layer:
         """The layers of one stage."""
@@ -76,7 +77,7 @@ class FleetStages:
             num_chunks = layers._num_virtual_pipeline_stages  # noqa: SLF001
             self.numbers = tuple(range(rank, num_ranks * num_chunks, num_ranks))
 
-    def call(self, number: int, value: Any) -> Any:
+    def call(self, number: int, value: Any, **_: Tensor) -> Any:
         """Run a stage, with the ``PipelineLayer``'s recomputation."""
         return self.layers.forward(value, chunk_id=self.numbers.index(number) if self._is_chunked else None)
 
@@ -143,9 +144,11 @@ class ListStages:
             functions.append(built)
         self._functions[number] = functions
 
-    def call(self, number: int, value: Any) -> Any:
-        """Run the entries of a stage, each on the result of the entry before it."""
-        for function in self._functions[number]:
+    def call(self, number: int, value: Any, **edges: Tensor) -> Any:
+        """Run the entries of a stage, each on the result of the entry before it; the first one also on the edges."""
+        first, *others = self._functions[number]
+        value = first(value, **edges)
+        for function in others:
             value = function(value)
         return value
 
@@ -157,6 +160,24 @@ class ListStages:
         """The entries of one stage."""
         functions = enumerate(self._functions[number], self.parts[number])
         return [_item(position, self._described[position], function) for position, function in functions]
+
+
+def call_with_edges(edges: PassedEdges, call: Callable[..., Any], value: Any) -> Any:
+    """Call a stage with its edges: its input is one tensor, a tuple, or a dict, as the stage before returned it.
+
+    Raises:
+        PipelineError: the stage does not return the tensor of an edge that it makes.
+    """
+    arrived: dict[str, Tensor] = {}
+    if edges.is_named:
+        positional, named, arrived = edges.split(value)
+        leaves = [*positional, *named.values()]
+        value = leaves[0] if len(leaves) == 1 else named or tuple(positional)
+    output = edges.output(call(value, **{name: arrived[name] for name in edges.used}), arrived, paddle.Tensor)
+    if not edges.leaving:
+        return output
+    first = {id(tensor): name for name, tensor in reversed(output.items())}  # a backward takes each tensor once
+    return {name: tensor if first[id(tensor)] == name else tensor.clone() for name, tensor in output.items()}
 
 
 def _item(position: int, described: Any, function: Any) -> LayerItem:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,6 +44,7 @@ from pipeproof.exec.train.paddle.stage_layers import (
     ListStages,
     LossFunction,
     StageLayers,
+    call_with_edges,
     cut_layers,
     declared_entries,
     declared_names,
@@ -53,8 +54,9 @@ from pipeproof.exec.train.paddle.stage_layers import (
     trained,
 )
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, rows_of
-from pipeproof.exec.train.plan_layers import StageFacts, merged_ties, names_in_plan
-from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, common_dtype
+from pipeproof.exec.train.plan_layers import Cut, StageFacts, declared_cut, merged_ties, names_in_plan, stage_name
+from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, common_dtype, specs_of
+from pipeproof.exec.train.stage_edges import Edges, StageEdges
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind
@@ -73,6 +75,7 @@ class Settings:
     losses: Sequence[LossFunction]
     seg_method: str | Sequence[int]
     num_chunks: int | None
+    edges: Edges
     timeout_s: float
     unsafe: bool
 
@@ -102,7 +105,19 @@ class Placed:
     described: Sequence[Any]
     stages: StageLayers
     ties: list[dict[int, str]]
+    edges: StageEdges
     sizes: MicroBatchSizes
+
+    def call(self, number: int) -> Callable[[Any], Any]:
+        """A stage of this rank as a function of its input, with its edges."""
+        edges, call = self.edges.of_stage(number), partial(self.stages.call, number)
+        return call if edges is None else partial(call_with_edges, edges, call)
+
+    @property
+    def layer_names(self) -> Cut:
+        """The names of each stage's layers in the plan."""
+        num_stages = self.num_stages
+        return declared_cut(self.skeleton, num_stages) or [[stage_name(number)] for number in range(num_stages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +177,11 @@ def place(ranks: Ranks, settings: Settings, layers: PipelineLayer | Sequence[Any
     share_parameters(stages.layers)
     described = layers._layers_desc if isinstance(layers, PipelineLayer) else layers  # noqa: SLF001 - of all ranks
     ties = merged_ties(other["ties"] for other in answers)
-    return Placed(
-        by_rank, len(stages.parts) - 1, skeleton, described, stages, ties, MicroBatchSizes(count, num_rows)
+    placed = Placed(
+        by_rank, len(stages.parts) - 1, skeleton, described, stages, ties, StageEdges({}),
+        MicroBatchSizes(count, num_rows),
     )  # fmt: skip
+    return replace(placed, edges=StageEdges.of(settings.edges, skeleton, placed.layer_names))
 
 
 def infer(ranks: Ranks, placed: Placed, first_inputs: Callable[[], Any]) -> Planned:
@@ -181,14 +198,20 @@ def infer(ranks: Ranks, placed: Placed, first_inputs: Callable[[], Any]) -> Plan
     num_rows = int(entries[0]["rows"])
     agreement.gather("sizes", lambda: _require_rows(placed.skeleton, num_rows))
     boundaries = {number: boundary_of(entries[number]) for number in range(placed.num_stages)}
-    facts = [
-        StageFacts.whole(n, entry["kind"], entry["parameters"], [s.plan_entry(num_rows) for s in specs], entry["kept"])
-        for n, (entry, (_, specs)) in ((n, (entries[n], boundaries[n])) for n in range(placed.num_stages))
-    ]
+    facts: list[StageFacts] = []
+    made: dict[str, dict[str, Any]] = {}
+    for n, (_, specs) in boundaries.items():
+        outputs, leaving = [spec.plan_entry(num_rows) for spec in specs], placed.edges.leaving(n)
+        own = outputs[: len(outputs) - len(leaving)]
+        facts.append(StageFacts.whole(n, entries[n]["kind"], entries[n]["parameters"], own, entries[n]["kept"]))
+        passed = zip(leaving, outputs[len(own) :], strict=True)
+        made |= {name: output for name, output in passed if placed.edges.edges[name][0] == n}
     skeleton = dict(placed.skeleton)
     if not skeleton["model"].get("layers"):
         skeleton.pop("stages", None)
     content = complete_plan(skeleton, facts, placed.ties, num_rows)
+    if made and not content.get("edges"):
+        content["edges"] = placed.edges.plan_entries(placed.layer_names, made)
     names = names_in_plan(facts, placed.ties)
     return Planned(content, names, boundaries, MicroBatchSizes(placed.sizes.count, num_rows))
 
@@ -228,6 +251,8 @@ def _request(ranks: Ranks, settings: Settings, layers: PipelineLayer | Sequence[
     is_cut = isinstance(layers, PipelineLayer)
     if is_cut and (settings.seg_method != "uniform" or settings.num_chunks):
         raise PipelineError("a PipelineLayer is cut already: give seg_method and num_virtual_pipeline_stages to it")
+    if is_cut and settings.edges:
+        raise PipelineError("Fleet runs the stages of a PipelineLayer, without edges: give Pipeline the list of layers")
     content = None if settings.plan is None else given_plan(settings.plan)
     planned = (content or {}).get("schedule", {})
     if settings.schedule is not None and planned:
@@ -246,7 +271,12 @@ def _request(ranks: Ranks, settings: Settings, layers: PipelineLayer | Sequence[
     asked = Request(content, section, count, "paddle", device_name(), "float32", ranks.num_ranks, 1)
     return {
         "request": asdict(asked),
-        "settings": [list(ranks.fleet.ranks), settings.timeout_s, settings.unsafe],
+        "settings": [
+            list(ranks.fleet.ranks),
+            settings.timeout_s,
+            settings.unsafe,
+            [[name, *edge] for name, edge in settings.edges.items()],
+        ],
     }
 
 
@@ -309,14 +339,26 @@ def _require_one_rank(placed: Sequence[Sequence[int]]) -> None:
 
 def _inferred(placed: Placed, inputs: Any, number: int, before: Mapping[str, Any]) -> dict[str, Any]:
     stages = placed.stages
-    module = stages.module(number)
-    value, num_rows = (zeros_of(*boundary_of(before)), before["rows"]) if before else (inputs, rows_of(inputs))
+    module, edges = stages.module(number), placed.edges
+    value, num_rows = (zeros_of(*_input_of(edges, number, before)), before["rows"]) if before else (
+        inputs, rows_of(inputs))  # fmt: skip
     is_last = number == placed.num_stages - 1
-    run = run_stage(number, module, partial(stages.call, number), value, is_last=is_last)
+    run = run_stage(number, module, placed.call(number), value, is_last=is_last)
     weights = [{"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()]
     names = [type(item.module).__name__ for item in stages.items(number) if item.module is not None]
     kind = names[0] if len(names) == 1 else "PipelineLayer"
-    return {**entry_of(run, num_rows), "kind": kind, "parameters": weights}
+    entry = {**entry_of(run, num_rows), "kind": kind, "parameters": weights}
+    made = edges.direct(number, makes=True)
+    direct = dict(zip(made, entry["out"][len(entry["out"]) - len(made) :], strict=True))
+    return {**entry, "direct": {**before.get("direct", {}), **direct}}
+
+
+def _input_of(edges: StageEdges, number: int, before: Mapping[str, Any]) -> Boundary:
+    """The form and the tensors of a stage's input, by the report of the stage before it."""
+    form, specs = boundary_of(before)
+    crossing = specs[: len(specs) - len(edges.direct(number - 1, makes=True))]
+    used = specs_of([before["direct"][name] for name in edges.direct(number, makes=False)])
+    return edges.input_form(number, form, len(specs)), (*crossing, *used)
 
 
 def _require_rows(skeleton: Mapping[str, Any], num_rows: int) -> None:
@@ -352,8 +394,13 @@ def _module_stages(
         number: ModuleStage(
             number,
             stages.module(number),
-            partial(stages.call, number),
-            Boundaries(boundaries[number - 1][0] if number else None, *boundaries[number]),
+            placed.call(number),
+            Boundaries(
+                placed.edges.input_form(number, boundaries[number - 1][0], len(boundaries[number - 1][1]))
+                if number
+                else None,
+                *boundaries[number],
+            ),
             stages.losses,
             _weights_of(placed, planned, number),
             num_losses=1 if ranks.fleet.delay_scale_loss else placed.sizes.count,

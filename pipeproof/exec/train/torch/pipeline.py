@@ -18,10 +18,10 @@ from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.comparison import Comparison
 from pipeproof.exec.train.module_plan import Modules
 from pipeproof.exec.train.plan_layers import Tie
+from pipeproof.exec.train.stage_edges import Edges
 from pipeproof.exec.train.torch.compare_reference import compare_step
 from pipeproof.exec.train.torch.model_stages import StaleModel
 from pipeproof.exec.train.torch.module_stage import LossFunction
-from pipeproof.exec.train.torch.stage_edges import Edges
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.stage_values import joined_outputs
 from pipeproof.exec.train.torch.start_phases import (

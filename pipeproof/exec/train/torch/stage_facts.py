@@ -13,10 +13,10 @@ from pipeproof.exec.store.agreement import Agreement, described_in_order
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.plan_layers import Cut, LayerFacts, StageFacts, stage_name
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, form_of, kind_text, specs_of
+from pipeproof.exec.train.stage_edges import StageEdges
 from pipeproof.exec.train.torch.block_layers import CutLayers, described_layers, layers_of
 from pipeproof.exec.train.torch.boundary_inference import StageRun, meta_leaves, run_stage
 from pipeproof.exec.train.torch.data_parallel import Replicas
-from pipeproof.exec.train.torch.stage_edges import StageEdges
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.step_inputs import StepContract
 from pipeproof.foreign_text import decode_json
@@ -308,7 +308,7 @@ def _described(
     """
     *inner, last = entry["layers"]
     every = plan_entries(outputs, num_rows, lengths, number)
-    leaving = edges.before(number + 1) + edges.direct(number, makes=True)
+    leaving = edges.leaving(number)
     own = every[: len(every) - len(leaving)]
     made = {name: out for name, out in zip(leaving, every[len(own) :], strict=True) if edges.edges[name][0] == number}
     return tuple(LayerFacts(**layer) for layer in [*inner, {**last, "outputs": own}]), made

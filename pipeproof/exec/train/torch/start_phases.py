@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,7 @@ from pipeproof.exec.train.module_plan import (
 )
 from pipeproof.exec.train.plan_layers import Cut, Tie, names_in_plan, planned_cut
 from pipeproof.exec.train.stage_boundaries import Boundaries, common_dtype, kind_text
+from pipeproof.exec.train.stage_edges import Edges, StageEdges
 from pipeproof.exec.train.torch.block_layers import layer_names
 from pipeproof.exec.train.torch.channel_groups import ScriptGroup, StageWorld, connect_stages, process_group
 from pipeproof.exec.train.torch.data_parallel import Replicas, layout_of, local_part
@@ -45,7 +47,7 @@ from pipeproof.exec.train.torch.model_stages import ModelStages, cut_ties, share
 from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, trained
 from pipeproof.exec.train.torch.replayed_step import require_replayable
 from pipeproof.exec.train.torch.split_backward import require_splittable
-from pipeproof.exec.train.torch.stage_edges import Edges, StageEdges
+from pipeproof.exec.train.torch.stage_edges import wrapped
 from pipeproof.exec.train.torch.stage_facts import Examples, StageDescriber
 from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
@@ -209,7 +211,7 @@ def place(
     agreement.gather("tied weights", lambda: require_same_layouts(tied, layouts))
     edges = agreement.gather("edges", lambda: StageEdges.of(settings.edges, skeleton, layers).edges)
     around = StageEdges({name: (producer, tuple(users), route) for name, (producer, users, route) in edges[0].items()})
-    replicas = {number: Replicas(number, module, shards, around.wrapped) for number, module in own.items()}
+    replicas = {number: Replicas(number, module, shards, partial(wrapped, around)) for number, module in own.items()}
     agreement.gather("split", lambda: _require_splittable(replicas, settings.split))
     modules = {number: each.call() for number, each in replicas.items()}
     keywords = StageKeywords.gathered(agreement, modules, has_loss_fn=settings.loss_fn is not None)
