@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -98,11 +97,10 @@ def main() -> None:
     rank, num_ranks, num = dist.get_rank(), dist.get_world_size(), plan.schedule.num_micro_batches
     model = Gpt(plan)
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=plan.memory.shard_weights is not None)
+        fully_shard(block, reshard_after_forward=plan.memory.shard_weights == "dp")
     fully_shard(model, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.run.learning_rate, weight_decay=0.01, foreach=False)
     names = {local: name for part in model.modules() if isinstance(part, Weights) for name, local in part.names.items()}
-    found: dict[str, Any] = {}
     for step in range(2):
         if step == 1:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
@@ -117,13 +115,15 @@ def main() -> None:
         dist.all_reduce(total)
         if step == 0:
             whole = {names[n.rpartition(".")[2]]: w.grad.full_tensor() for n, w in model.named_parameters()}
-            found = {"loss": float(total), **(whole if rank == 0 else {})}
+            if rank == 0:
+                np.savez(sys.argv[2], loss=float(total), **{name: value.numpy() for name, value in whole.items()})
+            del whole
         optimizer.step()
         optimizer.zero_grad()
         del logits, loss
     peak = status("VmHWM")
     if rank == 0:
-        np.savez(sys.argv[2], peak=peak, **{n: v if isinstance(v, float) else v.numpy() for n, v in found.items()})
+        Path(sys.argv[2]).with_suffix(".peak").write_text(str(peak))
     dist.destroy_process_group()
 
 

@@ -139,7 +139,7 @@ def _us_per_step(rank: TrainRank, first: int, num: int) -> float:
 def _plan(kind: str, options: argparse.Namespace) -> LoweredPlan:
     num = options.ranks * (1 if kind in ("1f1b", "gpipe", "zb_h1", "zb_h2") else 2)
     out = [{"shape": ["b", _WIDTH], "dtype": "float32", "gradient": True}]
-    facts = [StageFacts("Stage", [], out if n < num - 1 else [], 0) for n in range(num)]
+    facts = [StageFacts.whole(n, "Stage", [], out if n < num - 1 else [], 0) for n in range(num)]
     request = Request(None, {"kind": kind}, options.micro_batches, "torch", "cpu", "float32", options.ranks, 1)
     return make_subject(plan_from_dict(complete_plan(request.skeleton(num), facts, (), _ROWS))).plan
 

@@ -98,6 +98,7 @@ class RankAdapter:
         self._traffic: list[tuple[LogEntry, Callable[[], Traffic]]] = []
         """Entries of this step without their counts of rows: for these the host would wait."""
         self._texts: dict[int, str] = {}
+        self._members: dict[tuple[int, int], tuple[Boundary, ...]] = {}
         self._overlap_points = overlap_points
         index = plan.graph.global_rank.index(rank)
         self._pairs = (overlapped_pairs if overlap_points is None else whole_pairs)(plan.graph, index)
@@ -384,10 +385,15 @@ class RankAdapter:
 
     def _members_before(self, op: Op) -> tuple[Boundary, ...]:
         """Members of the edge before an operation's stage, for its work item, then direct edges to the stage."""
-        crossing = self._plan.edges[op.stage - 1].members(self._work_item(op)) if op.stage else ()
-        by_work_item = self._plan.size_of_work_item
-        variant = by_work_item[self._work_item(op)] if by_work_item else 0
-        return *crossing, *(edge.variants[variant] for edge, _ in self._direct_at(op.stage, makes=False))
+        key = op.stage, self._work_item(op)
+        members = self._members.get(key)
+        if members is None:
+            crossing = self._plan.edges[op.stage - 1].members(key[1]) if op.stage else ()
+            by_work_item = self._plan.size_of_work_item
+            variant = by_work_item[key[1]] if by_work_item else 0
+            direct = (edge.variants[variant] for edge, _ in self._direct_at(op.stage, makes=False))
+            members = self._members[key] = (*crossing, *direct)
+        return members
 
     def _num_crossing(self, stage: int, op: Op) -> int:
         """Number of a stage's inputs that the stage before it made."""

@@ -8,6 +8,7 @@ operation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 from pipeproof.schedule.op_table import NONE, OpGraph, Row
@@ -156,7 +157,15 @@ class RankMachine:
     @property
     def under_way(self) -> frozenset[int]:
         """Transfers that were handed out to be posted, and whose wait is not finished."""
+        if self.finished and self._step >= 0:
+            return self._left_at_end
         return frozenset(i.op_id for i in self._handed_out() if i.is_transfer) - self._waited()
+
+    @cached_property
+    def _left_at_end(self) -> frozenset[int]:
+        """Transfers of the program without a wait: a proved program has none."""
+        every = [Instruction.of(self._graph, op_id) for op_id in self._program]
+        return frozenset(i.op_id for i in every if i.is_transfer) - {i.awaited_transfer for i in every}
 
     def position(self) -> str:
         """Return the operation at which the rank is, in one line."""
@@ -195,7 +204,7 @@ class RankMachine:
         Raises:
             ProtocolError: an invariant is violated.
         """
-        if not self._waited() <= {i.op_id for i in self._handed_out()}:
+        if not self.finished and not self._waited() <= {i.op_id for i in self._handed_out()}:
             raise ProtocolError("an operation is finished that was never handed out")
         under_way = self.under_way
         if self.finished and under_way:

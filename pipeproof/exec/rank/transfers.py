@@ -12,7 +12,7 @@ batch are posted together, with the last of them, and are not ordered among them
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -62,7 +62,7 @@ class WorkItemTensors:
     @property
     def held(self) -> list[str]:
         """Names of the fields that have tensors."""
-        return [field.name.replace("_", " ") for field in fields(self) if getattr(self, field.name)]
+        return [name.replace("_", " ") for name in self.__slots__ if getattr(self, name)]
 
     def outgoing(self, member: int, *, forward: bool) -> Tensor:
         """Member that is sent forward, or its gradient that is sent back."""

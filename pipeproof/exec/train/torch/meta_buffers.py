@@ -147,4 +147,6 @@ def with_memory(modules: Sequence[nn.Module], device: torch.device) -> Iterator[
         yield
     finally:
         for tensors, name, old in kept:
+            tensors[name].grad = None
+            tensors[name].untyped_storage().resize_(0)  # compiled graphs may keep the tensor itself
             tensors[name] = old

@@ -342,9 +342,10 @@ class StepRunner:
             raise PipelineError("replay=True: a GradScaler changes between steps: use bfloat16, or replay=False")
         for number, stage in self.modules.items():
             planned = {id(weight) for weight in stage.parameters.values()}
-            for name, weight in stage.module.named_parameters():
+            for weight in _weights_in(stage.module):
                 weights.append(weight)
                 if weight.requires_grad and id(weight) not in planned and not self._replicas[number].is_sharded:
+                    name = next(name for name, other in stage.module.named_parameters() if other is weight)
                     raise PipelineError(
                         f"stage {number}: parameter {name} was frozen when the Pipeline was made, or is another object "
                         "than then: make a new Pipeline after changes of requires_grad, and load values with copy_ "
@@ -483,3 +484,14 @@ class RankGradients:
             for weight in self._plan.weights_of(number, self._rank)
             if shared.places(number, weight.name)[0] == self._rank and stage.parameters[weight.name].grad is not None
         }
+
+
+def _weights_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module in a fixed order; ``parameters`` also makes their names, in each step."""
+    parts, seen = [module], set[nn.Module]()
+    while parts:
+        part = parts.pop()
+        if part not in seen:
+            seen.add(part)
+            yield from (weight for weight in part._parameters.values() if weight is not None)  # noqa: SLF001
+            parts += [child for child in part._modules.values() if child is not None]  # noqa: SLF001
