@@ -17,7 +17,7 @@ from pipeproof.analysis.tune.layer_cuts import (
     step_of,
     tried_kinds,
 )
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
 
 
 def best_cut(layers, way, kind, num_ranks, num_chunks, num_micro_batches, limit=None):
@@ -86,7 +86,7 @@ def test_the_cut_is_the_best_of_all_cuts_for_every_kind_of_placement(seed):
             assert expected is None if isinstance(found, Lacking) else found.step == expected
             assert isinstance(found, Lacking) or found.is_exhaustive
             compared.add(kind.placement)
-    assert len(compared) >= 2
+    assert compared == {*Placement} - {Placement.BOTH_WAYS}
 
 
 def test_a_head_of_many_blocks_leaves_fewer_blocks_to_its_stage():

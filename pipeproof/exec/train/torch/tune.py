@@ -341,7 +341,7 @@ class _Tuning(Tuning):
 
         times, peak = self._times_and_peak(step, is_compiled=row.replay)
         whole, trained = weight_bytes(weights)
-        own = whole + self.search.optimizer_bytes * trained
+        own = self.search.optimizer_bytes * trained + (0 if self.cutter.is_meta else whole)
         return self._measured_row(row, times, (peak - self.allocated + own) / GIB if self.is_gpu else None)
 
     def _times_and_peak(self, step: Callable[[], None], *, is_compiled: bool = False) -> tuple[list[float], int]:
