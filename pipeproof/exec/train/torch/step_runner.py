@@ -487,11 +487,11 @@ class RankGradients:
 
 
 def _weights_in(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a module in a fixed order; ``parameters`` also makes their names, in each step."""
+    """The parameters of a module in its order; ``parameters`` would also make their names, in each step."""
     parts, seen = [module], set[nn.Module]()
     while parts:
         part = parts.pop()
         if part not in seen:
             seen.add(part)
             yield from (weight for weight in part._parameters.values() if weight is not None)  # noqa: SLF001
-            parts += [child for child in part._modules.values() if child is not None]  # noqa: SLF001
+            parts += [child for child in reversed(part._modules.values()) if child is not None]  # noqa: SLF001
