@@ -98,7 +98,6 @@ class RankAdapter:
         self._traffic: list[tuple[LogEntry, Callable[[], Traffic]]] = []
         """Entries of this step without their counts of rows: for these the host would wait."""
         self._texts: dict[int, str] = {}
-        self._members: dict[tuple[int, int], tuple[Boundary, ...]] = {}
         self._overlap_points = overlap_points
         index = plan.graph.global_rank.index(rank)
         self._pairs = (overlapped_pairs if overlap_points is None else whole_pairs)(plan.graph, index)
@@ -394,6 +393,11 @@ class RankAdapter:
             direct = (edge.variants[variant] for edge, _ in self._direct_at(op.stage, makes=False))
             members = self._members[key] = (*crossing, *direct)
         return members
+
+    @cached_property
+    def _members(self) -> dict[tuple[int, int], tuple[Boundary, ...]]:
+        """What ``_members_before`` has returned, by stage and work item: the same in all steps."""
+        return {}
 
     def _num_crossing(self, stage: int, op: Op) -> int:
         """Number of a stage's inputs that the stage before it made."""
