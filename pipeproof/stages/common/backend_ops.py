@@ -101,7 +101,11 @@ class BackendOps(Protocol):
     def recompute_in_backward(
         self, compute: Callable[..., Tensor], *inputs: Tensor, after: Callable[[], None] | None = None
     ) -> Tensor:
-        """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again and calls ``after``."""
+        """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again and calls ``after``.
+
+        Source: arXiv:1604.06174 and, for the core of attention, arXiv:2205.05198, section 5. ``compute`` must be
+        deterministic. Each input is a tensor with a gradient. The gradients have the bits of a direct call.
+        """
 
     def rms_norm(self, activation: Tensor, /) -> Tensor:
         """``x / sqrt(mean(x^2) + eps)`` over the last dim, without a weight."""

@@ -16,19 +16,6 @@ from pipeproof.stages.common.weights import GatheredInput, mark
 from pipeproof.stages.paddle.functional import causal_attention, fork, rms_norm, rotate, rotated_heads
 
 
-def recompute_in_backward(
-    compute: Callable[..., Tensor], *inputs: Tensor, after: Callable[[], None] | None = None
-) -> Tensor:
-    """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again and differentiates it.
-
-    Then it calls ``after``.
-
-    ``compute`` must be deterministic. Each input is a tensor with a gradient. The gradients have the bits of a direct
-    call of ``compute``.
-    """
-    return _Recompute.apply(compute, after, *inputs)
-
-
 class _Recompute(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], after: Callable[[], None] | None, *inputs: Tensor) -> Tensor:
@@ -87,9 +74,26 @@ class PartOfGathered:
 Tensor: TypeAlias = paddle.Tensor
 
 
+class _AutogradNode(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor]],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.back = backward
+        return tuple(forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(ctx.back(*gradients))
+
+
 class PaddleOps:
     """Paddle's ``BackendOps``. Stages on Paddle compute in 32 or 64 bits, so nothing is widened."""
 
+    autograd_node = staticmethod(_AutogradNode.apply)
     concat = staticmethod(paddle.concat)
     stack = staticmethod(paddle.stack)
     chunk = staticmethod(paddle.chunk)
@@ -99,7 +103,6 @@ class PaddleOps:
     zeros_like = staticmethod(paddle.zeros_like)
     alias = staticmethod(paddle.clone)
     fork = staticmethod(fork)
-    recompute_in_backward = staticmethod(recompute_in_backward)
     rms_norm = staticmethod(rms_norm)
     softmax = staticmethod(F.softmax)
     relu = staticmethod(F.relu)
@@ -108,12 +111,11 @@ class PaddleOps:
     causal_attention = staticmethod(causal_attention)
 
     @staticmethod
-    def autograd_node(
-        forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]], *inputs: Tensor
-    ) -> Sequence[Tensor]:
-        """Implement ``BackendOps.autograd_node``."""
-        outputs: Sequence[Tensor] = _AutogradNode.apply(forward, backward, *inputs)
-        return outputs
+    def recompute_in_backward(
+        compute: Callable[..., Tensor], *inputs: Tensor, after: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Implement ``BackendOps.recompute_in_backward``."""
+        return _Recompute.apply(compute, after, *inputs)
 
     @staticmethod
     def leaf(tensor: Tensor) -> Tensor:
@@ -162,19 +164,3 @@ class PaddleOps:
 
 
 OPS: Final[BackendOps] = PaddleOps()
-
-
-class _AutogradNode(PyLayer):  # type: ignore[misc]  # Paddle ships no types
-    @staticmethod
-    def forward(
-        ctx: Any,
-        forward: Callable[..., Sequence[Tensor]],
-        backward: Callable[..., Sequence[Tensor]],
-        *inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.back = backward
-        return tuple(forward(*inputs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(ctx.back(*gradients))

@@ -57,10 +57,6 @@ class SplitWeights(DeferringWeights):
         """Implement ``common.weights.SplitWeights.product``. An activation that W gathers again is not kept."""
         return self.product_each([activation], weight, transposed=transposed, dtype=dtype)[0]
 
-    def scaled(self, activation: Tensor, weight: Tensor) -> Tensor:
-        """``activation * weight``, element by element along the last dim: [.., K] and [K] to [.., K]."""
-        return self.scaled_each([activation], weight)[0]
-
     def added(self, activation: Tensor, weight: Tensor, view: View = lambda whole: whole) -> Tensor:
         """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
         return self.added_each([activation], weight, view)[0]
@@ -154,7 +150,7 @@ class SplitWeights(DeferringWeights):
         return self.added_each(self.scaled_each(list(map(layer_norm, activations)), weight), bias)
 
     def scaled_each(self, activations: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
-        """``scaled`` of each activation. The weight's gradient adds the gradients of the products in order."""
+        """Each activation times the weight along the last dim; the weight's gradient adds the products' in order."""
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
             return [x * copy for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]

@@ -15,20 +15,6 @@ from pipeproof.stages.torch.functional import causal_attention, fork, rms_norm, 
 Tensor: TypeAlias = torch.Tensor
 
 
-def recompute_in_backward(
-    compute: Callable[..., Tensor], *inputs: Tensor, after: Callable[[], None] | None = None
-) -> Tensor:
-    """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again and differentiates it.
-
-    Then it calls ``after``.
-
-    Source: arXiv:1604.06174 and, for the core of attention, arXiv:2205.05198, section 5.
-    ``compute`` must be deterministic. Each input is a tensor with a gradient. The gradients have the bits of a direct
-    call of ``compute``.
-    """
-    return _Recompute.apply(compute, after, *inputs)
-
-
 class _Recompute(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], after: Callable[[], None] | None, *inputs: Tensor) -> Tensor:
@@ -47,9 +33,26 @@ class _Recompute(torch.autograd.Function):  # type: ignore[misc]  # checked wher
         return None, None, *[x.grad for x in inputs]
 
 
+class _AutogradNode(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor]],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.back = backward
+        return tuple(forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.back(*gradients)
+
+
 class TorchOps:
     """PyTorch's ``BackendOps``."""
 
+    autograd_node = staticmethod(_AutogradNode.apply)
     concat = staticmethod(torch.cat)
     stack = staticmethod(torch.stack)
     chunk = staticmethod(torch.chunk)
@@ -57,7 +60,6 @@ class TorchOps:
     permute = staticmethod(torch.permute)
     zeros_like = staticmethod(torch.zeros_like)
     fork = staticmethod(fork)
-    recompute_in_backward = staticmethod(recompute_in_backward)
     rms_norm = staticmethod(rms_norm)
     softmax = staticmethod(torch.softmax)
     relu = staticmethod(torch.relu)
@@ -66,12 +68,11 @@ class TorchOps:
     causal_attention = staticmethod(causal_attention)
 
     @staticmethod
-    def autograd_node(
-        forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]], *inputs: Tensor
-    ) -> Sequence[Tensor]:
-        """Implement ``BackendOps.autograd_node``."""
-        outputs: Sequence[Tensor] = _AutogradNode.apply(forward, backward, *inputs)
-        return outputs
+    def recompute_in_backward(
+        compute: Callable[..., Tensor], *inputs: Tensor, after: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Implement ``BackendOps.recompute_in_backward``."""
+        return _Recompute.apply(compute, after, *inputs)
 
     @staticmethod
     def alias(tensor: Tensor) -> Tensor:
@@ -128,19 +129,3 @@ class TorchOps:
 
 
 OPS: Final[BackendOps] = TorchOps()
-
-
-class _AutogradNode(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    @staticmethod
-    def forward(
-        ctx: Any,
-        forward: Callable[..., Sequence[Tensor]],
-        backward: Callable[..., Sequence[Tensor]],
-        *inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.back = backward
-        return tuple(forward(*inputs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.back(*gradients)

@@ -59,7 +59,7 @@ def functions(fw: Backend) -> list[Case]:
         ),
         plain(
             "recomputed",
-            "recompute_in_backward",
+            "",
             lambda *x: ops.recompute_in_backward(causal_attention, *x),
             *attention,
         ),

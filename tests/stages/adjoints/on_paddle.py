@@ -37,7 +37,6 @@ def all_cases() -> list[Case]:
         plain("LayerNorm", "layer_norm", layer_norm, (3, 4, 8)),
         plain("reorder", "reorder", lambda x: experts.reorder(x, order), (8, 3)),
         plain("visits", "visits", lambda x: experts.visits(x, order, 2), (4, 3)),
-        used("scaled", "SplitWeights.scaled", lambda r, x, w: r.weights.scaled(x, w), [(2, 3, 4)], [(4,)]),
         used("added to each", "SplitWeights.added_each used_on_each copies",
              lambda r, x, y, w: [z.tanh() for z in r.weights.added_each([x, y], w)], [(2, 3, 4), (3, 4)], [(4,)]),
         used("grouped", "SplitWeights.grouped",  # no row is of the second group
