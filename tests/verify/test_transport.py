@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pipeproof.schedule.op_table import Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, OpKind, parse_op
-from pipeproof.specs.axis_layout import INVARIANT, PARTIAL, REPLICATED, VARYING, sharded
+from pipeproof.specs.axis_layout import INVARIANT
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.boundary import PRESERVES, Boundary, Transport, effective_transport
+from pipeproof.stages.describe.boundary import Boundary, effective_transport
 from pipeproof.verify import provenance
 from pipeproof.verify.boundary_transport import RULES, places_of
 from pipeproof.verify.check_plan import check_subject
@@ -205,12 +205,6 @@ def test_partial_needs_a_slice_and_a_gather_per_message():
     assert kinds.count(OpKind.SLICE_FORWARD) == kinds.count(OpKind.GATHER_FORWARD) == 8  # 4 micro-batches, 2 ranks
     assert not {OpKind.SLICE_BACKWARD, OpKind.GATHER_BACKWARD} & set(kinds)
     assert GATHER_KINDS
-
-
-def test_the_table_of_preserved_layouts_is_the_lemma():
-    for placement in (REPLICATED, INVARIANT, PARTIAL, VARYING, sharded(0)):
-        assert placement.kind in PRESERVES[Transport.FULL]
-        assert (placement.kind in PRESERVES[Transport.PARTIAL]) == placement.holds_equal_values
 
 
 def test_one_damaged_micro_batch_among_right_ones_is_found_and_named():

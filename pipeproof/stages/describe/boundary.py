@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import NamedTuple
 
-from pipeproof.specs.axis_layout import INVARIANT, Placement, PlacementKind, sharded
+from pipeproof.specs.axis_layout import INVARIANT, Placement, sharded
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.index_map import IndexMap, IndexRange, layout_map
 
@@ -241,15 +240,6 @@ class Transport(StrEnum):
 
     FULL = "full"
     PARTIAL = "partial"
-
-
-PRESERVES: Mapping[Transport, frozenset[PlacementKind]] = MappingProxyType(
-    {
-        Transport.FULL: frozenset(PlacementKind),
-        Transport.PARTIAL: frozenset({PlacementKind.REPLICATED, PlacementKind.INVARIANT}),
-    }
-)
-"""The placements over TP that each transport preserves, for all values."""
 
 
 def effective_transport(declared: str, numel: int, num_tp_ranks: int) -> Transport:
