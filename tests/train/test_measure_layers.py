@@ -5,6 +5,7 @@ import pytest
 from pipeproof.analysis.tune.layer_cuts import LayerCost, _stage_of
 from pipeproof.exec.train.layer_samples import RunWay, Sample, _of_layers, _shares, samples_of
 from pipeproof.exec.train.torch import measure_layers
+from pipeproof.exec.train.torch.meta_buffers import with_memory
 
 pytestmark = pytest.mark.needs_torch
 
@@ -110,3 +111,21 @@ def test_gradients_that_are_there_together_make_the_peak_of_a_longer_stage():
     *layers, each_stage = _of_layers(of, samples, {0: one, 1: two}, None)
     peak = _stage_of(range(4), layers, each_stage).cost.backward_peak
     assert peak == pytest.approx(1513 + 3 * (2786 - 1513), rel=0.001)
+
+
+def test_memory_of_a_meta_layer_is_given_back_even_if_something_keeps_its_tensors():
+    import torch
+
+    with torch.device("meta"):
+        layer = torch.nn.BatchNorm1d(4)
+        tied = torch.nn.Sequential(layer, torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+        tied[2].weight = tied[1].weight
+    before = tied[1].weight
+    with with_memory([tied], torch.device("cpu")):
+        kept = tied[1].weight
+        assert tied[2].weight is kept
+        tied(torch.randn(3, 4)).sum().backward()
+        assert bool(kept.grad.isfinite().all())
+    assert tied[1].weight is tied[2].weight is before
+    assert all(value.is_meta for value in (*tied.parameters(), *tied.buffers()))
+    assert (kept.grad, kept.untyped_storage().nbytes()) == (None, 0)

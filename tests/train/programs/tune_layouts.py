@@ -148,6 +148,13 @@ def bad_input(_):
     ):
         with pytest.raises(PipelineError, match=text):
             tune(model, num_micro_batches=num, **own)
+    for search, options, text in (
+        (Search(rows_per_micro_batch=2), {"split_dims": {"x": 1}}, "changes rows in the first dim only"),
+        (Search(rows_per_micro_batch=3), {}, "8 rows in a step and 2 ranks do not divide by data_ranks=1"),
+        (Search(data_ranks=2), {"data_group": dist.group.WORLD}, "data_ranks makes the data group"),
+    ):
+        with pytest.raises(PipelineError, match=text):
+            tune(nn.Sequential(*layers), num_micro_batches=4, search=search, **own, **options)
 
 
 class Wait(torch.autograd.Function):

@@ -146,6 +146,8 @@ class _Tuning(Tuning):
                 f"{num_rows} rows in a step and {num_ranks} ranks do not divide by data_ranks={asked.data_ranks} and "
                 f"rows_per_micro_batch={asked.rows_per_micro_batch}: change one of them"
             )
+        if asked.rows_per_micro_batch is not None and self.options.get("split_dims"):
+            raise PipelineError("rows_per_micro_batch changes rows in the first dim only: leave out split_dims, or it")
         if counts != [1] and "data_group" in self.options:
             raise PipelineError("data_ranks makes the data group: leave out data_group")
         return divisions
