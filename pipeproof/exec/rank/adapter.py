@@ -396,7 +396,7 @@ class RankAdapter:
 
     @cached_property
     def _members(self) -> dict[tuple[int, int], tuple[Boundary, ...]]:
-        """What ``_members_before`` has returned, by stage and work item: the same in all steps."""
+        """Results of ``_members_before`` by stage and work item: the same in all steps."""
         return {}
 
     def _num_crossing(self, stage: int, op: Op) -> int:
