@@ -37,7 +37,7 @@ def record(
 ) -> list[StepResult]:
     """Train all ranks, write their record and the reference's below ``directory``; how each step compares.
 
-    ``prepare`` is that of ``run_all``.
+    For ``prepare`` see ``run_all``.
     """
     seen: dict[tuple[int, int], dict] = {}
     outcomes, _ = run_all(plan, seen, prepare=prepare)
