@@ -308,7 +308,7 @@ class RankBlocks:
 
     def waits_late(self, send: Op) -> bool:
         """Return True if a send is waited for at the end of the step, because no backward waits for it."""
-        return self._forward_only or not send.is_forward
+        return self._forward_only or not send.is_forward or send.stage < self._plan.spec.first_trained
 
     def work_item(self, op: Op) -> int:
         """The work item of a computation or transfer."""

@@ -261,7 +261,8 @@ def _check_modules(plan: PlanSections, model: CustomModelSpec) -> Iterator[Probl
     if not plan.modules:
         return
     num_ranks = sum(module.num_ranks * module.dp for module in plan.modules)
-    if num_ranks != plan.topology.pp:
+    is_shared = isinstance(schedule.placement, tuple)  # a rank may have stages of several modules
+    if num_ranks != plan.topology.pp and not is_shared:
         counts = " + ".join(f"{module.num_ranks} x {module.dp} of `{module.name}`" for module in plan.modules)
         message = f"the modules have {num_ranks} ranks ({counts}), and topology.pp is {plan.topology.pp}"
         yield Problem("PP106", ("topology", "pp"), message, help=f"set topology.pp to {num_ranks}")

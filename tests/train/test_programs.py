@@ -47,16 +47,23 @@ def test_a_case_on_two_ranks(program, case):
     require_done(output_of(program, 2), 2, case)
 
 
-@pytest.mark.parametrize("case", ["trained", "frozen", "tokens", "wrong"])
+ENCODER_CASES = ("trained", "frozen", "tokens", "wrong")
+
+
+@pytest.mark.parametrize("case", ENCODER_CASES)
 def test_an_encoder_before_a_language_model_with_two_ranks_or_two_replicas(case):
-    require_done(output_of("vision_language", 3, "trained", "frozen", "tokens", "wrong"), 3, case)
+    require_done(output_of("vision_language", 3, *ENCODER_CASES), 3, case)
+
+
+def test_replicas_of_an_encoder_on_the_ranks_of_a_language_model():
+    require_done(output_of("vision_language", 2, "shared"), 2, "shared")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_processes", "case"), [(3, "edges")] + [
-    (num, case) for num in (4, 5) for case in ("trained", "frozen", "edges", "tokens", "wrong")])  # fmt: skip
+    (num, case) for num in (4, 5) for case in (*ENCODER_CASES, "edges")])  # fmt: skip
 def test_two_replicas_of_the_encoder_or_of_a_language_model_with_two_ranks(num_processes, case):
-    cases = [case] if num_processes == 3 else []
+    cases = ["edges"] if num_processes == 3 else [*ENCODER_CASES, "edges"]
     require_done(output_of("vision_language", num_processes, *cases), num_processes, case)
 
 

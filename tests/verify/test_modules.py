@@ -149,19 +149,13 @@ def test_a_sample_that_one_module_leaves_out():
     assert codes(subject, of_encoder_alone) == {"PP121", "PP125"}
 
 
-def test_a_sample_that_is_sent_twice():
-    ends = ("0SEND_F1", "1RECV_F1")
-    subject = subject_of(with_dp(2, 1))
+def test_a_sample_that_is_sent_twice_and_two_that_are_exchanged_on_a_channel():
+    subject, ends, other = subject_of(with_dp(2, 1)), ("0SEND_F1", "1RECV_F1"), {"1RECV_F0": 2, "1RECV_F2": 0}
     assert codes(subject, lambda _, row: [row] * (1 + (str(about(row)) in ends))) == {"PP126"}
 
-
-def test_two_samples_that_are_exchanged_on_a_channel():
-    subject = subject_of(with_dp(2, 1))
-    other = {"1RECV_F0": 2, "1RECV_F2": 0}
-
     def exchanged(_, row):
-        number = other.get(str(row.op))
-        return [row if number is None else replace(row, op=row.op._replace(micro_batch=number))]
+        number = other.get(str(row.op), row.op.micro_batch)
+        return [replace(row, op=row.op._replace(micro_batch=number))]
 
     assert codes(subject, exchanged) == {"PP302"}
 
@@ -223,11 +217,19 @@ def test_a_frozen_module_with_gradients_or_an_update(added, expected):
     assert expected in codes(subject, with_added)
 
 
-def test_a_plan_without_modules_keeps_its_programs_and_its_digest():
+def test_one_module_with_one_replica_has_the_operations_of_a_plan_without_modules():
     modules = [{"name": "all", "stages": [0, 2]}]
-    given_modules = subject_of(modules)
     without = make_subject(plan_from_dict({**plan(modules), "modules": []}))
-    assert given_modules.graph.columns.equals(without.graph.columns)
+    assert subject_of(modules).graph.columns.equals(without.graph.columns)
+
+
+@pytest.mark.parametrize("frozen", [(), ("encoder",)])
+def test_replicas_on_the_ranks_of_the_language_model(frozen):
+    programs = "0F0 1F0 0F2 1F1 1B0 0B0 1F2 1B1 1F3 1B2 0B2 1B3", "0F1 2F0 2B0 0F3 2F1 2B1 0B1 2F2 2B2 2F3 2B3 0B3"
+    kept = [[op for op in program.split() if not (frozen and op.startswith("0B"))] for program in programs]
+    section = {"kind": "custom", "num_micro_batches": 4, "micro_batch_size": 2, "programs": kept}
+    section["placement"] = [[0, 1], [0, 2]]
+    assert codes(subject_of(with_dp(2, 1), frozen=frozen, schedule=section, topology={"pp": 2})) == set()
 
 
 @pytest.mark.parametrize(("change", "code", "text"), [

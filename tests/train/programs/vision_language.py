@@ -193,6 +193,25 @@ def edges_all_bits():
         equal(f"frozen edges {route}", of_two, chunks, edges=route, frozen="vision")
 
 
+def shared_all_bits():
+    """Two replicas of the encoder on the two ranks of the language model, in an order that the script writes."""
+    programs = "0F0 1F0 0F2 1F1 1B0 0B0 1F2 1B1 1F3 1B2 0B2 1B3", "0F1 2F0 2B0 0F3 2F1 2B1 0B1 2F2 2B2 2F3 2B3 0B3"
+    image, tokens, target = batch(2 * NUM_MICRO_BATCHES)
+    for frozen in (None, "vision"):
+        model, placement = VisionLanguage(2), [[0, 1], [0, 2]]
+        freeze(model, frozen)
+        written = [[op for op in text.split() if not (frozen and op.startswith("0B"))] for text in programs]
+        section = {"kind": "custom", "programs": written, "num_micro_batches": 4, "placement": placement}
+        pipe = Pipeline(
+            own_copies(list(model), placement[dist.get_rank()]), plan={"schedule": section}, loss_fn=loss_fn,
+            example=(image[:2],), example_kwargs={"tokens": tokens[:2]}, modules=modules_of(2, 1, 2, 2, frozen=frozen),
+        )  # fmt: skip
+        compared = pipe.compare(model, image, tokens=tokens, target=target)
+        assert compared.is_exact, str(compared)
+        pipe.close()
+        say("shared", frozen=frozen, equal=compared.num_parameters)
+
+
 def sum_and_count(logits, target):
     """The sum over the tokens that count, whose number differs between micro-batches."""
     counted = target != 0
@@ -245,5 +264,5 @@ def wrong():
 
 
 if __name__ == "__main__":
-    main({"trained": all_bits, "frozen": frozen_all_bits, "edges": edges_all_bits, "tokens": tokens_all_bits,
-          "wrong": wrong})  # fmt: skip
+    cases = {"trained": all_bits, "frozen": frozen_all_bits, "edges": edges_all_bits, "tokens": tokens_all_bits}
+    main(cases | {"shared": shared_all_bits, "wrong": wrong})
