@@ -10,7 +10,6 @@ from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import BadPlanAtError, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, listed
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind, assigned, stages_of_ranks
-from pipeproof.schedule.module_programs import module_schedule
 from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
@@ -55,6 +54,8 @@ def plan_schedule(plan: PlanSpec) -> Schedule:
             overlaps=schedule.alternation is not None,
         )
         if plan.modules:
+            from pipeproof.schedule.module_programs import module_schedule  # few plans have modules
+
             return module_schedule(plan, kind, request)
         generated = kind.generate(request)
         return generated if placement is None or kind.placement is Placement.ANY else assigned(generated, placement)

@@ -46,7 +46,6 @@ from pipeproof.cost.plan_times import link_times, shares_of_parts, with_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError, Finding, Severity
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.columns import NONE, work_item_of
-from pipeproof.schedule.module_programs import module_placement
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
 from pipeproof.schedule.programs import Time, asap, even_costs
@@ -224,6 +223,8 @@ def expected_schedule(spec: PlanSpec) -> Expected:
     schedule = spec.schedule
     placed = schedule.placement if isinstance(schedule.placement, tuple) else None
     if spec.modules and placed is None:
+        from pipeproof.schedule.module_programs import module_placement
+
         placed = module_placement(spec)
     return Expected(spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed, schedule.num_sequence_splits)
 
