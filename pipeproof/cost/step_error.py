@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 TABLE = Path(__file__).with_name("step_errors.json")
 _LINKS_SHARE = 0.25
 """Share of collectives from which on they bound a stage."""
+FEW_MODELS = 5
+"""Models below which an interval has to cover the models of other devices too."""
 NOT_MEASURED = "how far the prediction is off is not known: no measured rows for this device"
 
 
 @dataclass(frozen=True)
 class StepError:
-    """Errors of comparable steps: 80 % of them are ``within`` this share, and ``mean`` is the mean of their sizes.
+    """Errors of comparable steps: of 80 % of models ``within`` this share; ``mean`` is the mean of their sizes.
 
     The interval of a step t is t / (1 + within) to t (1 + within). ``kind`` names what is comparable.
     """
 
     kind: str
+    num_models: int
     num_rows: int
     mean: float
     within: float
@@ -52,7 +55,7 @@ def bound_of(costs: AnalyticCosts) -> str:
 
 
 def step_error(device: str, *, has_experts: bool, bound: str = "") -> StepError | None:
-    """Return the errors of steps with this bound, or with any where it has few rows; None without measured rows."""
+    """Return the errors of steps with this bound, or with any where it has no rows; None without measured rows."""
     model = "experts" if has_experts else "dense"
     by_bound = _table().get(device, {}).get(model, {})
     chosen = bound if bound in by_bound else ""

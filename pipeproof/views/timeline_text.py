@@ -19,7 +19,7 @@ from math import ceil, floor, gcd, lcm
 from rich.console import Console
 from rich.text import Text
 
-from pipeproof.cost.step_error import NOT_MEASURED, StepError
+from pipeproof.cost.step_error import FEW_MODELS, NOT_MEASURED, StepError
 from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.sim.simulate import Simulation
@@ -111,8 +111,9 @@ def render_interval(simulation: Simulation, error: StepError | None, console: Co
         console.print(Text(f"{NOT_MEASURED[0].upper()}{NOT_MEASURED[1:]}."), soft_wrap=True)
         return
     low, high = (time_text(end) for end in error.interval(float(simulation.makespan)))
-    text = f"80 % interval: {low} to {high}, from the errors of {error.num_rows} measured steps ({error.kind})."
-    console.print(Text(text), soft_wrap=True)
+    measured = f"{error.num_rows} measured steps of {error.num_models} models ({error.kind})"
+    few = "; few models, so other devices count too" if error.num_models < FEW_MODELS else ""
+    console.print(Text(f"80 % interval: {low} to {high}, from the errors of {measured}{few}."), soft_wrap=True)
 
 
 def figures_lines(rows: Iterable[tuple[str, RankFigures]], text: TimeText = time_text) -> list[Text]:

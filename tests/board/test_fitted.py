@@ -23,7 +23,7 @@ from validation.board.constants import (
 )
 from validation.board.fit_constants import fit_constants
 from validation.board.golden_records import Record, record_of
-from validation.board.intervals import Residual, coverages, step_errors, to_text
+from validation.board.intervals import Residual, all_of, coverages, step_errors, to_text
 from validation.board.measurement import Quantity
 
 ROOT = Path(__file__).parents[2]
@@ -115,24 +115,36 @@ def test_a_container_without_fused_attention_stores_scores():
     assert abs(Predictor().predict(now).error) < 0.03
 
 
-def residual(error, model="a", *, device="h100", bound="host"):
-    return Residual(device, False, bound, model, log(1 + error))
+def residual(error, model="a", *, device="h100", bound="host", system="a"):
+    return Residual(device, False, bound, system, model, log(1 + error))
 
 
-def test_an_interval_covers_four_of_five_errors():
+def test_an_interval_covers_four_of_five_models():
     rows = [residual(error, str(error)) for error in (0.01, -0.02, 0.03, -0.04, 0.05, 0.06, 0.07, 0.08, 0.09)]
-    (number, mean, within), _ = step_errors(rows)["h100"]["dense"].values()
-    assert (number, mean) == (9, 0.05)
-    assert within == pytest.approx(0.08, abs=1e-3)  # the eighth of nine: 0.8 (9 + 1)
-    few = rows[:3]  # 0.8 of four rows is more than all three
-    assert step_errors(few)["h100"]["dense"][""][2] == pytest.approx(0.03, abs=1e-3)
+    often = [residual(0.01, "0.01") for _ in range(90)]  # one model, however often it was measured
+    for number, given in ((9, rows), (99, rows + often)):
+        models, found, mean, within = step_errors(given)["h100"]["dense"]["host"]
+        assert (models, found, mean) == (9, number, 0.05)
+        assert within == pytest.approx(0.08, abs=1e-3)  # the eighth of nine: 0.8 (9 + 1)
 
 
-def test_a_row_is_held_out_with_all_of_its_model():
+def test_few_models_have_the_interval_of_all_devices():
+    own = [residual(0.01, device="h200", system=system) for system in "ab"]
+    others = [residual(0.1, str(number)) for number in range(4)]
+    assert step_errors(own)["h200"]["dense"]["host"] == [1, 2, 0.01, 0.01]
+    assert step_errors(own + others)["h200"]["dense"]["host"] == [1, 2, 0.01, 0.1]
+    elsewhere = [residual(0.1, str(number), bound="computations") for number in range(4)]
+    assert step_errors(own + elsewhere)["h200"]["dense"]["host"] == [1, 2, 0.01, 0.01]
+
+
+def test_a_model_is_held_out_with_all_of_its_rows():
     rows = [residual(0.01 * index, str(index)) for index in range(1, 11)] + [residual(1.0, "far"), residual(1.0, "far")]
     (found,) = coverages(rows)
-    assert (found.num_rows, found.covered) == (12, 10)
+    assert (found.num_models, found.num_rows) == (11, 12)
+    assert found.covered == pytest.approx(9 / 11)  # without "10" the ninth of ten models is within 0.09
     assert coverages([residual(0.1), residual(0.1), residual(0.1)]) == []  # nothing but its own model
+    half = [residual(0.1, str(number)) for number in range(9)] + [residual(0.1, "half"), residual(1.0, "half")]
+    assert all_of(coverages(half)).covered == pytest.approx(0.95)
 
 
 def test_the_table_of_the_package_is_that_of_the_boards_errors():
@@ -143,14 +155,13 @@ def test_the_table_of_the_package_is_that_of_the_boards_errors():
     assert to_text(step_errors(stored)) == table.read_text()
 
 
-def test_four_of_five_held_out_rows_lie_in_their_interval():
+def test_four_of_five_held_out_models_lie_in_their_interval():
     stored = [Residual(*one) for one in json.loads(RESIDUALS.read_text())]
-    found = coverages(stored)
-    assert sum(one.covered for one in found) / sum(one.num_rows for one in found) == pytest.approx(0.8, abs=0.1)
+    assert all_of(coverages(stored)).covered == pytest.approx(0.8, abs=0.1)
 
 
 def test_the_interval_of_a_step():
-    error = StepError("h100, dense", 5, 0.1, 0.25)
+    error = StepError("h100, dense", 5, 8, 0.1, 0.25)
     assert error.interval(100.0) == (80.0, 125.0)
     assert step_error("mi300x", has_experts=False) is None
     assert step_error("h100", has_experts=False, bound="no such bound").kind == "h100, dense"

@@ -43,7 +43,9 @@ def test_a_step_has_the_interval_of_measured_ones(tmp_path):
     error = step_error("h100", has_experts=False, bound="computations")
     text = simulated(tmp_path, plan(analytic("h100", execution="graph")))
     assert "80 % interval: " in text
-    assert f"from the errors of {error.num_rows} measured steps ({error.kind})." in text
+    steps = f"from the errors of {error.num_rows} measured steps of {error.num_models} models ({error.kind})"
+    assert f"{steps}; few models, so other devices count too." in text
+    assert "few models" not in simulated(tmp_path, plan(analytic("a100", execution="graph")))
 
 
 def test_a_device_without_measured_rows_is_named(tmp_path):

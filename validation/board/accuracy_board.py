@@ -223,7 +223,7 @@ class Predictor:
         bound = bound_of(AnalyticCosts(spec, analytic))
         error = log(prediction.error_without(LeftOut.SYSTEM) + 1)
         error = round(-error if row.quantity is Quantity.TOKENS else error, 5)
-        return Residual(analytic.device, spec.gpt.moe is not None, bound, row.model, error)
+        return Residual(analytic.device, spec.gpt.moe is not None, bound, row.system, row.model, error)
 
     def terms(self, measurement: Measurement) -> Mapping[Term, float] | None:
         """Return the shares of the terms in the predicted step; None for a row without one."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from pipeproof.atomic_write import write_output
 from pipeproof.views.tables import print_table
 from validation.board.accuracy_board import Accuracy, Prediction, accuracies, by_group
-from validation.board.intervals import Coverage, Residual, coverages
+from validation.board.intervals import Residual, all_of, coverages
 from validation.board.terms import Term, correlations
 
 
@@ -69,21 +69,22 @@ def print_board(predictions: Sequence[Prediction], console: Console, *, rows: bo
     print_table(headings, map(accuracy_cells, accuracies(predictions)), console, optional=("median", "without a plan"))
 
 
-COVERAGE_HEADINGS = ("held-out rows of", "rows", "in their 80 % interval")
+COVERAGE_HEADINGS = ("held-out models of", "models", "rows", "in their 80 % interval")
 
 
-def coverage_cells(residuals: Sequence[Residual]) -> list[tuple[str, str, str]]:
-    """Return by device and kind of model the held-out rows, and the share in their intervals; then of all."""
+def coverage_cells(residuals: Sequence[Residual]) -> list[tuple[str, ...]]:
+    """Return by device and kind of model the held-out models, and the mean share in their intervals; then of all."""
     found = coverages(residuals)
-    rows, covered = sum(one.num_rows for one in found), sum(one.covered for one in found)
-    every = [*found, Coverage("all", rows, covered)] if rows else []
-    return [(one.kind, str(one.num_rows), percent(one.covered / one.num_rows)) for one in every]
+    return [
+        (one.kind, str(one.num_models), str(one.num_rows), percent(one.covered))
+        for one in (*found, *([all_of(found)] if found else []))
+    ]
 
 
 def print_coverages(residuals: Sequence[Residual], console: Console) -> None:
-    """Print how many held-out rows lie in the intervals of other models' rows."""
+    """Print the share of held-out models in the intervals of other models."""
     console.print()
-    print_table(_right(COVERAGE_HEADINGS, 1, 3), coverage_cells(residuals), console)
+    print_table(_right(COVERAGE_HEADINGS, 1, 4), coverage_cells(residuals), console)
 
 
 TERM_HEADINGS = ("group", *Term, "goes with the error most")

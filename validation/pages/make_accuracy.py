@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple
 
 from pages import DOCS, EVIDENCE, fill, main
@@ -33,6 +34,8 @@ from validation.board.board_output import (
     term_cells,
 )
 from validation.board.intervals import Residual, step_errors, to_text
+from validation.board.measurement import Measurement
+from validation.board.terms import Term
 
 STORED = EVIDENCE / "accuracy.json"
 RESIDUALS = EVIDENCE / "accuracy_residuals.json"
@@ -45,16 +48,13 @@ this page.
 """
 
 
-def predictions(predictor: Predictor) -> list[Prediction]:
-    """Predict every measurement that comes with pipeproof."""
-    files, unread = read_measurements([MEASUREMENTS])
-    assert not unread, unread
-    return [predictor.predict(row) for file in files for row in file.rows]
+_PREDICTOR = Predictor()
+"""One for each process: rows with the same plan follow one another."""
 
 
-def residuals_of(rows: Sequence[Prediction], predictor: Predictor) -> list[Residual]:
-    """Return the errors of the predicted steps, which rule intervals."""
-    return [found for row in rows if (found := predictor.residual(row)) is not None]
+def _scored(row: Measurement) -> tuple[Prediction, Residual | None, Mapping[Term, float] | None]:
+    prediction = _PREDICTOR.predict(row)
+    return prediction, _PREDICTOR.residual(prediction), _PREDICTOR.terms(row)
 
 
 def residuals_to_text(residuals: Sequence[Residual]) -> str:
@@ -74,10 +74,12 @@ def stored(rows: Sequence[Prediction]) -> str:
 
 
 if __name__ == "__main__":
-    predictor = Predictor()
-    board = predictions(predictor)
-    residuals = residuals_of(board, predictor)
-    terms = [predictor.terms(row.measurement) for row in board]
+    files, unread = read_measurements([MEASUREMENTS])
+    assert not unread, unread
+    with ProcessPoolExecutor() as pool:
+        scored = list(pool.map(_scored, [row for file in files for row in file.rows], chunksize=8))
+    board, terms = [row for row, _, _ in scored], [of_row for _, _, of_row in scored]
+    residuals = [found for _, found, _ in scored if found is not None]
     page = EVIDENCE / "accuracy.md"
     sys.exit(
         main(

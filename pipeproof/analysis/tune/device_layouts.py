@@ -12,7 +12,6 @@ from pipeproof.analysis.tune.layout_bounds import Bounds, even_stages
 from pipeproof.analysis.tune.layout_plans import base_data, plan_data, require_tunable
 from pipeproof.analysis.tune.layouts import Layout, SearchSpace
 from pipeproof.cost.devices import DEVICES
-from pipeproof.cost.step_error import step_error
 from pipeproof.specs.plan import PlanSpec
 
 _MOST_DISTANCE = 16
@@ -45,8 +44,6 @@ class DeviceLayouts:
         self._space = SearchSpace(spec, framework, num_gpus, global_batch, ranks_per_node, fix)
         self.removed, self._bounds = self._space.removed, Bounds(self.data, spec)
         self.layouts, self.bound = self._space.layouts, self._bounds.of
-        known = step_error(device, has_experts=spec.gpt.moe is not None)
-        self.expected_error = None if known is None else known.mean
 
     def plan_of(self, layout: Layout) -> dict[str, Any]:
         """The plan of a layout, as in a plan file."""

@@ -32,7 +32,7 @@ class LayerLayouts:
         BadPlanError: the plan has ranks on other axes than pp and dp.
     """
 
-    device = expected_error = None
+    device = None
     cost_source = "given"
 
     def __init__(

@@ -27,7 +27,6 @@ from pipeproof.analysis.tune.repartition import layer_times, num_blocks, stage_t
 from pipeproof.analysis.tune.step_clock import asap_clock, block_sequences, figures_of
 from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.comm.lower import with_measured_times
-from pipeproof.cost.step_error import step_error
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement
 from pipeproof.specs.exact_times import TIME_KEYS
@@ -81,10 +80,6 @@ class PlanLayouts:
         self.seq_length, self.cost_source = self.spec.model.seq_length, loaded.spec.cost_source
         analytic = self.spec.cost.analytic
         self.device = None if analytic is None else str(analytic.device)
-        known = None if self.device is None else step_error(
-            self.device, has_experts=not self.spec.is_custom and self.spec.gpt.moe is not None
-        )  # fmt: skip
-        self.expected_error = None if known is None else known.mean
         self.data: Mapping[str, Any] = self.spec.model_dump(mode="json", exclude_unset=True)
         self._layers = stage_layers(self.spec)
         self._costs: dict[tuple[int, int], dict[str, Any]] = {}

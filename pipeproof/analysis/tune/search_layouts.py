@@ -346,7 +346,7 @@ class _Search:
 
         The second result has, by row, the error of the ratio of its step to the fastest; None if the ratio is larger.
         """
-        if self._choices.expected_error is None or not rows:
+        if not rows or self._checked[rows[0]].details["step_mean_error"] is None:
             return [*rows], dict.fromkeys(rows)
         steps = {each: self._checked[each].makespan or 0 for each in rows}
         fastest = min(rows, key=lambda each: steps[each])
@@ -387,7 +387,7 @@ class _Search:
         return TuneResult(
             choices.framework.name, choices.device, choices.num_gpus, self._memory_gib, choices.global_batch,
             choices.seq_length, choices.cost_source, tuple(listed), counts, assumptions, notes, present,
-            self._checked[rows[0]].details["step_mean_error"] if rows else choices.expected_error,
+            self._checked[rows[0]].details["step_mean_error"] if rows else None,
             None if listed else self._nearest_change(),
         )  # fmt: skip
 
