@@ -264,3 +264,18 @@ def test_values_listed_by_micro_batch_are_copied_to_the_graph():
     for x in batches(4):
         step.replay.run((MicroBatches(x.split(2)),), execute)
     assert torch.equal(torch.cat(seen), x)
+
+
+def test_a_tensor_that_is_two_arguments_is_two_objects_in_each_step():
+    step, seen = Trained(is_replayed=True), []
+
+    def execute(values):
+        seen.append(values)
+        return StepData()
+
+    for tokens in (torch.full((2,), number) for number in range(3)):
+        step.replay.run((tokens, tokens), execute)
+    step.replay.run((torch.full((2,), 3), torch.full((2,), 4)), execute)
+    assert len(seen) == 4
+    assert not any(tokens is target for tokens, target in seen)
+    assert [values.tolist() for values in seen[-1]] == [[3, 3], [4, 4]]

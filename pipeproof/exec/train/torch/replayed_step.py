@@ -85,12 +85,13 @@ class ReplayedStep:
             PipelineError: the step cannot be captured, or differs from the captured one in something that a graph
                 keeps.
         """
+        leaves, form = tree_flatten(values)
+        leaves = _distinct(leaves)
         if self._num_run < _NUM_WARM_UPS:
             self._num_run += 1
-            result = self._stream.run(lambda: execute(values))
+            result = self._stream.run(lambda: execute(tree_unflatten(leaves, form)))
             self._received |= {name for name, weight in self._parameters.items() if weight.grad is not None}
             return result
-        leaves, form = tree_flatten(values)
         if self._replay is None:
             self._replay = self._captured(leaves, form, execute)
         self._require_same(leaves, form)
@@ -178,6 +179,20 @@ def require_replayable(device: torch.device, *, is_sharded: bool, reads: bool) -
     ):
         if is_refused:
             raise PipelineError(f"replay=True: {reason}; use replay=False")
+
+
+def _distinct(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, with a view in place of a tensor that occurs again, such as tokens that are also the target.
+
+    Compiled code depends on which arguments are one object, and nothing may compile during a capture, whose arguments
+    are copies.
+    """
+    seen, distinct = set[int](), list[Any]()
+    for leaf in leaves:
+        occurs_again = isinstance(leaf, torch.Tensor) and id(leaf) in seen and not leaf.requires_grad
+        seen.add(id(leaf))
+        distinct.append(leaf.view_as(leaf) if occurs_again else leaf)
+    return distinct
 
 
 def _about(leaf: Any) -> str:
