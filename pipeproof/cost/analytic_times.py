@@ -49,7 +49,7 @@ from pipeproof.stages.describe.layer import (
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.layers.operations import Product
 from pipeproof.stages.describe.model_family import stage_layers
-from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, operation_works
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, layer_work, operation_works
 from pipeproof.stages.describe.stage_memory import (
     copied_bytes,
     moved_by_update,
@@ -64,6 +64,11 @@ _MATMUL, _ATTENTION, _MEMORY = 0.7, 0.5, 0.8
 
 _CAST_BYTES = 4
 """Bytes for each element that is cast to fewer bits: two are read, one is written as it is and one transposed."""
+
+_NOT_HIDDEN = Fraction(3, 10)
+"""Share of the time to read and write a weight gradient that its product in 16 bits does not hide. Of 27 products on
+one H200, W takes 31 % of this time more if it adds to a gradient in float32, and 16 % more to one in bfloat16
+(``benchmarks/gpu/shape_kernels.py``). Products in fewer bits, which were not measured, hide nothing."""
 
 _LINK_PROCESSORS = Fraction(16, 132)
 """Share of a chip's processors that a collective takes from products: 16 of the 132 of an H100 (TransformerEngine's
@@ -188,7 +193,24 @@ class AnalyticCosts:
                 around = PhaseTime(host_us=host_us, copies_us=_ZERO if phase is Phase.WEIGHT else copies_us)
                 stage[phase] = sum((by_kind[kind][phase].times(n) for kind, n in counts.items()), around)
             stages.append(stage)
+        self._hide_loss(stages)
         return tuple(stages)
+
+    def _hide_loss(self, stages: Sequence[dict[Phase, PhaseTime]]) -> None:
+        """Subtract the loss where it makes the device slower than the host, on a rank that the host bounds as a whole.
+
+        The host runs ahead meanwhile, and the device catches up in the next phases.
+        """
+        last, num_ranks = len(stages) - 1, self._plan.topology.pp
+        own = {0, last} if ends_share_ranks(self._plan) else {*range(last % num_ranks, last + 1, num_ranks)}
+        times = [time for number in own for time in stages[number].values()]
+        if sum(time.host_us - time.device_us for time in times) <= 0:
+            return
+        for work in layer_work(self._plan, "head", self.size, dtype_bytes(self.dtype)):
+            if work.name == "head.loss":
+                time = stages[last][work.phase]
+                loss_us, over_us = self.num_splits * self.work(work).memory_us, time.device_us - time.host_us
+                stages[last][work.phase] = replace(time, memory_us=time.memory_us - max(_ZERO, min(loss_us, over_us)))
 
     def host_around_us(self, phase: Phase, names: Sequence[str], *, is_first: bool) -> Fraction:
         """Time of the host around a phase of a work item on a stage with these layers: batch, messages, schedule."""
@@ -338,8 +360,8 @@ class AnalyticCosts:
     def work(self, work: Work) -> PhaseTime:
         """One operation: bound by its FLOPs or by its bytes, with the casts for it and the end of a weight gradient.
 
-        A product adds to a weight gradient tile by tile when it is done with the tile, which nothing hides. The start
-        of a product is part of its curve; other operations take ``elementwise_us`` to start each kernel.
+        A product adds to a weight gradient tile by tile when it is done with the tile; other tiles hide a part of it.
+        The start of a product is part of its curve; other operations take ``elementwise_us`` to start each kernel.
         """
         curve, host = self._curve(work), self._host_us_of(work)
         if curve is None or work.shape is None:
@@ -348,10 +370,12 @@ class AnalyticCosts:
             compute, added = product_us(curve, work.shape, self._peak(work)), work.accumulated
             if work.phase is not Phase.FORWARD:
                 compute *= 1 + exact(curve.gradient_slowdown)
-        cast = _CAST_BYTES * work.cast if work.narrow and self.analytic.matmul_dtype is not None else _ZERO
+        is_narrow = work.narrow and self.analytic.matmul_dtype is not None
+        cast = _CAST_BYTES * work.cast if is_narrow else _ZERO
         if self.analytic.matmul_efficiency is not None:
             cast = _ZERO  # the plan's share includes all of this
-        memory, extra = self._moved_us(work.num_bytes - added), self._moved_us(added + cast)
+        not_hidden = added if is_narrow else _NOT_HIDDEN * added
+        memory, extra = self._moved_us(work.num_bytes - added), self._moved_us(not_hidden + cast)
         if work.unit is not ComputeUnit.MATMUL:
             extra += work.launches * self._start_us
         parts = {"compute_us": compute, "memory_us": extra} if compute >= memory else {"memory_us": memory + extra}

@@ -134,3 +134,16 @@ def test_recipes_are_those_of_the_release_and_the_sizes_of_a_row():
     whole = recipe_of("qwen3_30b_a3b", "DGX-GB300", "MXFP8", "26.06", (1, 1, 1, 8, 8))
     assert (whole.is_replayed_whole, whole.overlaps_exchange, whole.has_fused_experts) == (True, True, True)
     assert recipe_of("qwen3_30b_a3b", "DGX-A100", "BF16", "26.06", (1, 1, 1, 8, 8)) == NO_RECIPE
+
+
+def test_own_shapes_have_the_plan_that_was_measured(tmp_path):
+    rows = rows_of(MEASUREMENTS / "own_h200_shapes.json")
+    assert len(rows) == len({row.model for row in rows}) == 12
+    assert {row.group for row in rows} == {"own runs, 1 H200, dense", "own runs, 1 H200, experts"}
+    first = rows[0]
+    assert (first.measured, first.plan["model"]["num_kv_heads"]) == (pytest.approx(0.14465), 8)
+    assert first.plan["schedule"]["num_micro_batches"] == 4
+    path = tmp_path / "others.json"
+    path.write_text(json.dumps({"shapes": [{"shape": {}}]}))
+    with pytest.raises(MeasurementFileError, match=r"write the file with benchmarks/gpu/new_shapes\.py"):
+        read_measurements([path])

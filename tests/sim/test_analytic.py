@@ -144,6 +144,27 @@ def test_weight_gradients_are_accumulated_in_the_type_that_they_have_in_memory()
     assert looked_up.num_bytes == (2 + 4) * tokens * 4096
 
 
+@pytest.mark.parametrize(
+    ("kind", "forward", "backward"), [("separate", 22, 22), ("in_place", 38, 14), ("compiled", 26, 6), ("fused", 6, 4)]
+)
+def test_a_loss_reads_and_writes_logits_as_its_implementation_does(kind, forward, backward):
+    """In bfloat16 a cast to float32, or back, moves 6 bytes an element, and each further read or write 4."""
+    spec = plan(memory={"cross_entropy": kind})
+    found = {work.phase: work for work in works(spec, "head") if work.name == "head.loss"}
+    elements = costs(spec).size.num_tokens * spec.model.vocab_size
+    assert found[Phase.FORWARD].num_bytes == forward * elements
+    assert found[Phase.INPUT].num_bytes == backward * elements
+
+
+def test_a_loss_is_hidden_on_a_rank_that_the_host_bounds():
+    """The host runs ahead during the loss; on a rank that the device bounds it has to wait."""
+    small = {"hidden_size": 512, "num_heads": 8, "ffn_size": 2048, "vocab_size": 65536, "seq_length": 4096}
+    by_host, by_device = (costs(plan({"host_us": us}, model=small | {"num_layers": 2})).stages[0] for us in (160, 60))
+    assert sum(time.host_us for time in by_host.values()) > sum(time.device_us for time in by_device.values())
+    assert by_host[Phase.FORWARD].us == by_host[Phase.FORWARD].host_us < by_device[Phase.FORWARD].us
+    assert by_device[Phase.FORWARD].us == by_device[Phase.FORWARD].device_us
+
+
 def test_the_results_of_a_ring_of_cp_are_added_step_by_step():
     """Two reads and a write: all of the tokens in the first step, 3/4 of them in each further one."""
     model = MODEL | {"num_kv_heads": 8}
@@ -216,7 +237,10 @@ def test_copies_to_host_memory_run_next_to_computations():
 
 
 def test_float32_uses_its_own_peak_and_size():
-    half, single = (costs(plan({"dtype": dtype})).stages[0][Phase.FORWARD] for dtype in ("bfloat16", "float32"))
+    fused = {"cross_entropy": "fused"}  # others convert logits to float32
+    half, single = (
+        costs(plan({"dtype": dtype}, memory=fused)).stages[0][Phase.FORWARD] for dtype in ("bfloat16", "float32")
+    )
     assert (single.flops, single.num_bytes) == (half.flops, 2 * half.num_bytes)
     assert single.compute_us > 989 / 67 * Fraction(99, 100) * half.compute_us
     assert costs(plan({"dtype": None})).stages == costs(plan({"dtype": "float32"})).stages

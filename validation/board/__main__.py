@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -75,8 +76,8 @@ def measurements(
         from validation.board.constants import FITTED
         from validation.board.fit_constants import fit_constants, fitted_to_text
 
-        with showing_progress("fitting"):
-            write_output(FITTED, fitted_to_text(fit_constants(chosen)))
+        with showing_progress("fitting"), ProcessPoolExecutor() as pool:
+            write_output(FITTED, fitted_to_text(fit_constants(chosen, pool)))
         echo(f"constants written to {FITTED}", err=True)
         return
     predictor = Predictor()

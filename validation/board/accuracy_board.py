@@ -41,7 +41,7 @@ from validation.board.megatron_golden_rows import KEYS as GOLDEN_KEYS
 from validation.board.megatron_golden_rows import golden_rows
 from validation.board.mlperf_rows import COLUMNS as MLPERF_COLUMNS
 from validation.board.mlperf_rows import mlperf_rows
-from validation.board.own_run_rows import read_own_runs
+from validation.board.own_run_rows import read_own_runs, read_own_shapes
 from validation.board.terms import Term, terms_of
 from validation.board.vtrain_rows import COLUMNS as VTRAIN_COLUMNS
 from validation.board.vtrain_rows import vtrain_rows
@@ -190,6 +190,8 @@ def _read_json(path: Path, unread: list[str]) -> MeasurementFile | None:
         return MeasurementFile(path, "dualpipe", tuple(read_pair_trace(path, content)))
     if "sizes" in content and "num_ranks" in content:
         return MeasurementFile(path, "own", tuple(read_own_runs(path, content)))
+    if "shapes" in content:
+        return MeasurementFile(path, "own", tuple(read_own_shapes(path, content)))
     return None
 
 
@@ -201,14 +203,18 @@ class Predictor:
 
     def predict(self, measurement: Measurement) -> Prediction:
         """Return the prediction; a plan that pipeproof refuses has none, with the first finding as the reason."""
-        if measurement.plan is None:
-            return Prediction(measurement, None, measurement.reason)
-        simulated = self._simulated(measurement.plan)
-        if isinstance(simulated, str):
-            return Prediction(measurement, None, simulated)
-        predicted = _value(measurement.quantity, *simulated)
+        predicted = self.value(measurement)
+        if isinstance(predicted, str):
+            return Prediction(measurement, None, predicted)
         others = {left_out: self._without(measurement, left_out, predicted) for left_out in LeftOut}
         return Prediction(measurement, predicted, left_out=others)
+
+    def value(self, measurement: Measurement) -> float | str:
+        """Return the prediction with the constants of the plan alone, or the reason why there is none."""
+        if measurement.plan is None:
+            return measurement.reason
+        simulated = self._simulated(measurement.plan)
+        return simulated if isinstance(simulated, str) else _value(measurement.quantity, *simulated)
 
     def residual(self, prediction: Prediction) -> Residual | None:
         """Return the error of a predicted step with constants of other systems; None for a row without one."""
@@ -238,10 +244,9 @@ class Predictor:
         changed = with_constants(measurement, without(measurement, left_out))
         if changed is measurement:
             return predicted
-        assert changed.plan is not None
-        simulated = self._simulated(changed.plan)
-        assert not isinstance(simulated, str), "constants do not change whether a plan is possible"
-        return _value(measurement.quantity, *simulated)
+        value = self.value(changed)
+        assert not isinstance(value, str), "constants do not change whether a plan is possible"
+        return value
 
     def _simulated(self, plan: Mapping[str, Any]) -> tuple[PlanSpec, Simulation] | str:
         key = json.dumps(plan, sort_keys=True)

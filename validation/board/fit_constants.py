@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
@@ -67,7 +69,7 @@ def _grids(tests: Mapping[str, float], local: float) -> Iterator[_Grid]:
             without,
             lambda row, of=devices: _device(row) in of and _is_dense(row),
         )
-    ampere = (0.5, 0.55, 0.6, 0.65, 0.7)
+    ampere = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
     yield _Grid(constants.memory_share("ampere"), ampere, 0.525, lambda row: row.group.startswith("vTrain"))
     yield _Grid(
         constants.host_us("blackwell"),
@@ -76,7 +78,8 @@ def _grids(tests: Mapping[str, float], local: float) -> Iterator[_Grid]:
         lambda row: _device(row) in FAMILIES["blackwell"] and row.group == "Megatron-Bridge, MoE",
     )
     a100 = local * geometric_mean(value for name, value in tests.items() if "A100" in name)  # as Megatron-DeepSpeed
-    yield _Grid(constants.host_us("ampere"), (56, 60, 64, 68), round(a100, 1), lambda row: row.group == _ONE_NODE)
+    hosts = (48, 52, 56, 60, 64, 68)
+    yield _Grid(constants.host_us("ampere"), hosts, round(a100, 1), lambda row: row.group == _ONE_NODE)
     b200 = 0.733
     yield _Grid(
         PRODUCTS,
@@ -86,12 +89,12 @@ def _grids(tests: Mapping[str, float], local: float) -> Iterator[_Grid]:
     )
 
 
-def fit_constants(rows: Sequence[Measurement]) -> dict[str, dict[str, Any]]:
-    """Return the content of ``fitted.json`` for these rows."""
+def fit_constants(rows: Sequence[Measurement], pool: Executor | None = None) -> dict[str, dict[str, Any]]:
+    """Return the content of ``fitted.json`` for these rows; ``pool`` makes the predictions."""
     predicted = [row for row in rows if row.plan is not None and row.quantity is not Quantity.ALLOCATED]
-    predictor = Predictor()
+    mapped: Callable[..., Iterable[Any]] = map if pool is None else pool.map
     tests = [row for row in predicted if row.group.startswith("Megatron-LM, dense")]
-    slopes = {id(row): _slope(predictor, row) for row in tests}
+    slopes = {id(row): slope for row, slope in zip(tests, mapped(_slope, tests), strict=True)}
     result = _folds(tests, lambda kept: _fit_hosts(kept, slopes))
     hosts = {name: float(values["all"]) for name, values in result.items() if name.startswith("host_us")}
     local = float(result[LOCAL]["all"]) if LOCAL in result else 1.0
@@ -99,7 +102,9 @@ def fit_constants(rows: Sequence[Measurement]) -> dict[str, dict[str, Any]]:
         chosen = [row for row in predicted if grid.is_fitted_to(row)]
         of_one_node = [row for row in chosen if row.group == _ONE_NODE]
         chosen = [row for row in chosen if row.group != _ONE_NODE] + of_one_node[::_EACH_OF_ONE_NODE]
-        errors = {id(row): _errors(predictor, grid, row) for row in chosen}
+        plans = {_key(row): row for row in chosen}  # several rows have one plan
+        found = dict(zip(plans, mapped(partial(_predictions, grid.name, grid.values), plans.values()), strict=True))
+        errors = {id(row): list(np.log(np.array(found[_key(row)]) / row.measured)) for row in chosen}
 
         def fit(kept: Sequence[Measurement], grid: _Grid = grid, errors: Any = errors) -> Mapping[str, float]:
             return {grid.name: _best(grid, kept, errors) if kept else grid.without}
@@ -137,10 +142,19 @@ def _transferred(name: str, values: Mapping[str, float]) -> float:
     return round(geometric_mean(same_device or list(others.values())), 1)
 
 
-def _errors(predictor: Predictor, grid: _Grid, row: Measurement) -> list[float]:
-    """Logarithms of predicted / measured at the values of a grid."""
-    changed = [with_constants(row, {grid.name: value}) for value in grid.values]
-    return [float(np.log(predictor.predict(one).error + 1)) for one in changed]
+def _key(row: Measurement) -> str:
+    return json.dumps(row.plan, sort_keys=True)
+
+
+def _predictions(name: str, values: Sequence[float], row: Measurement) -> list[float]:
+    """Return the predictions at the values of a grid."""
+    return [_predicted(with_constants(row, {name: value})) for value in values]
+
+
+def _predicted(row: Measurement) -> float:
+    value = Predictor().value(row)
+    assert not isinstance(value, str), "only rows with a prediction are fitted to"
+    return value
 
 
 def _best(grid: _Grid, rows: Sequence[Measurement], errors: Mapping[int, list[float]]) -> float:
@@ -156,7 +170,7 @@ def _best(grid: _Grid, rows: Sequence[Measurement], errors: Mapping[int, list[fl
     return round(float(fine[int(np.argmin(means))]), 4)
 
 
-def _slope(predictor: Predictor, row: Measurement) -> tuple[float, float]:
+def _slope(row: Measurement) -> tuple[float, float]:
     """Seconds of a step without the host, and further seconds for each microsecond of an operation."""
     steps = []
     for each_us in _HOSTS_US:
@@ -164,9 +178,7 @@ def _slope(predictor: Predictor, row: Measurement) -> tuple[float, float]:
         cost = row.plan["cost"]
         analytic = {**cost["analytic"], **constants.host_times(each_us, 0)}
         changed = Measurement(**{**vars(row), "plan": {**row.plan, "cost": {**cost, "analytic": analytic}}})
-        step = predictor.predict(changed).predicted
-        assert step is not None
-        steps.append(step)
+        steps.append(_predicted(changed))
     low, high = _HOSTS_US
     slope = (steps[1] - steps[0]) / (high - low)
     return steps[0] - slope * low, slope

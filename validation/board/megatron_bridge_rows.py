@@ -118,6 +118,7 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
         "memory": {
             "shard_optimizer": "dp",
             "gradient_dtype": "bfloat16",
+            "cross_entropy": "fused",
             "sequence_parallel_activations": "regather" if tp > 1 else "keep",
             **({"recompute": "selective", "recompute_modules": list(recipe.recomputed)} if recipe.recomputed else {}),
         },

@@ -64,6 +64,7 @@ def _plan(cells: Cells, model: dict[str, Any], device_name: str, num_ranks: int)
         "memory": {
             "shard_optimizer": "dp",
             "gradient_dtype": "bfloat16",
+            "cross_entropy": "compiled",
             "sequence_parallel_activations": "regather" if tp > 1 else "keep",
         },
     }

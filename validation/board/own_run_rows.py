@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from validation.board.measurement import (
@@ -35,6 +36,41 @@ def read_own_runs(path: Path, results: Mapping[str, Any]) -> Iterator[Measuremen
                 yield from _case(results["device"], int(results["num_ranks"]), size, case)
     except (KeyError, TypeError, ValueError) as error:
         raise MeasurementFileError(f"{path}: {error!r}: write the file with benchmarks/gpu/prediction.py") from error
+
+
+def read_own_shapes(path: Path, results: Mapping[str, Any]) -> Iterator[Measurement]:
+    """Yield the step of each shape of ``benchmarks/gpu/new_shapes.py``: on one GPU, four micro-batches of a sequence.
+
+    Raises:
+        MeasurementFileError: a key is missing.
+    """
+    try:
+        device = results["device"]
+        group = f"own runs, 1 {device.removeprefix('NVIDIA ')}"
+        for one in results["shapes"]:
+            sizes, moe = one["shape"], one["shape"].get("moe")
+            model = f"hidden {sizes['hidden_size']}" + (f", {moe['num_experts']} experts" if moe else "")
+            of = {"system": group, "model": model}
+            kind = "experts" if moe else "dense"
+            make_plan = partial(_shape_plan, device, sizes)
+            seconds = median(one["measured_ms"]) / 1000
+            yield measured_with_plan(f"{group}, {kind}", model, Quantity.COMPUTE, seconds, make_plan, **of)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MeasurementFileError(f"{path}: {error!r}: write the file with benchmarks/gpu/new_shapes.py") from error
+
+
+def _shape_plan(device: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Plan of ``benchmarks/gpu/new_shapes.py``."""
+    usual = {"kind": "gpt", "activation_order": "bsh", "vocab_size": 32000, "seq_length": 4096}
+    return {
+        "pipeproof": 1,
+        "model": usual | dict(sizes),
+        "topology": {"pp": 1},
+        "schedule": {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 1},
+        "cost": {"analytic": {"device": known_device(device.replace(" ", "_")), "dtype": "bfloat16"}},
+        "memory": {"optimizer_bytes": 0, "gradient_dtype": "bfloat16"},
+        "run": {"backend": "torch", "device": "gpu", "dtype": "bfloat16"},
+    }
 
 
 def _case(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[str, Any]) -> Iterator[Measurement]:

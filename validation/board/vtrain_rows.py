@@ -69,6 +69,6 @@ def _plan(cells: Cells, mesh: tuple[int, int, int]) -> dict[str, Any]:
             "kind": "1f1b", "num_micro_batches": num_micro_batches, "micro_batch_size": size,
         },
         "cost": cost,
-        "memory": {"recompute": "full"},
+        "memory": {"recompute": "full", "cross_entropy": "in_place"},
         **({"transport": "partial"} if tp > 1 else {}),
     }  # fmt: skip

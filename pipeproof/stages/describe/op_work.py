@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeproof.specs.axis_layout import dtype_bytes
+from pipeproof.specs.memory import CrossEntropy
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.layer import layer_kind
@@ -44,6 +45,16 @@ its queries to all of the keys."""
 
 LOSS_LAUNCHES = 3
 """Further operations of a cross-entropy over tp, in F and in I, that no kernel fuses: maximum, mask, choice, sums."""
+
+_LOSS_PASSES: Mapping[CrossEntropy, tuple[int, int]] = MappingProxyType(
+    {"separate": (4, 4), "in_place": (8, 2), "compiled": (5, 0), "fused": (0, 0)}
+)
+"""Reads and writes of float32 logits in a cross-entropy, in F and in I, besides casts to float32 and back. Separate:
+PyTorch's log-softmax reads three times and writes; I fills the loss's gradient with zeros, reads it and the log-softmax
+and writes. In place (Megatron-LM's ``vocab_parallel_cross_entropy``): a maximum, a difference, an exponential, a sum, a
+quotient; in I a product. Compiled: these in three kernels. Fused: one kernel with three reads or writes in the logits'
+own type, and a product in I. On one H200 the first two take the time of these bytes at 0.69 and 0.70, 0.63 and 0.69 of
+bandwidth (``benchmarks/gpu/shape_kernels.py``)."""
 
 _CHUNK_COSTS: tuple[ops.Cost, ops.Cost] = (0, 2), (0, 2)
 """Costs, forward and backward, of moving visits that came from all ranks into the order of a rank's experts."""
@@ -80,6 +91,9 @@ class ComputeUnit(StrEnum):
     ATTENTION = "attention"
     VECTOR = "vector"
 
+
+_LOGIT_BYTES = 4
+"""Smallest size of a logit in a cross-entropy but a fused one."""
 
 _CAUSAL_SHARES: Mapping[Phase, Fraction] = MappingProxyType(
     {Phase.FORWARD: Fraction(3, 4), Phase.INPUT: Fraction(2, 3)}
@@ -187,7 +201,7 @@ class _RankWork:
         self._sizes, self._item, self._flash = sizes, item_bytes, flash
         self._gradient = dtype_bytes(plan.gradient_dtype)
         self._hidden, self._dropped = plan.gpt.hidden_size, dropout_sites(plan)
-        self._fused_loss = plan.memory.cross_entropy in ("compiled", "fused")
+        self._cross_entropy = plan.memory.cross_entropy
         analytic = plan.cost.analytic
         self._fused_experts = analytic is not None and analytic.fused_experts
         self._expert_biases = analytic is not None and analytic.expert_biases
@@ -232,10 +246,8 @@ class _RankWork:
                 if self._expert_biases and operation.stored and _moves_visits(operation):  # on the way back
                     biases = self._elementwise("mlp.experts.bias", numel, *_BIAS_COSTS)
                     yield from (replace(work, launches=ROUTING_LAUNCHES) for work in biases)
-            case ops.Loss():  # read for the maximum, and for the sum
-                works = self._elementwise(name, sizes.tokens * sizes.elements(operation), ops.SOFTMAX, (2, 2))
-                further = 0 if sizes.tp == 1 or self._fused_loss else LOSS_LAUNCHES
-                yield from (replace(work, launches=1 + further) for work in works)
+            case ops.Loss():
+                yield from self._loss(name, sizes.tokens * sizes.elements(operation))
             case ops.Dropout():
                 numel = sizes.between * self._hidden
                 for work in self._dropout(name, operation.site, numel):
@@ -295,6 +307,16 @@ class _RankWork:
             if cost is not None:
                 flops, moved = cost
                 yield Work(name, phase, ComputeUnit.VECTOR, flops * numel, self._item * moved * numel)
+
+    def _loss(self, name: str, numel: Fraction) -> Iterator[Work]:
+        """A cross-entropy: 16-bit logits are cast to float32, except by a fused one."""
+        kind, tp, item = self._cross_entropy, self._sizes.tp, self._item
+        wide = max(item, _LOGIT_BYTES)
+        cast = 0 if item == wide else item + wide
+        launches = 1 if tp == 1 or kind in ("compiled", "fused") else 1 + LOSS_LAUNCHES
+        for phase, passes, flops, own in zip(Phase, _LOSS_PASSES[kind], (ops.SOFTMAX[0], 2), (3, 2), strict=False):
+            num_bytes = own * item if kind == "fused" else cast + passes * wide
+            yield Work(name, phase, ComputeUnit.VECTOR, flops * numel, num_bytes * numel, launches=launches)
 
     def _dropout(self, name: str, site: DropoutSite, numel: Fraction) -> Iterator[Work]:
         """Multiplication by the mask, forward and backward, if the plan has dropout."""
