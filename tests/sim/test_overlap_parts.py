@@ -176,7 +176,7 @@ def test_pairs_of_1f1b_make_the_example_faster():
     for overlap in ("none", "pairs"):
         data["schedule"] = {"kind": "1f1b", "num_micro_batches": 8, "micro_batch_size": 1, "overlap": overlap}
         step_ms[overlap] = float(simulate(lower(plan_from_dict(data).spec)).makespan) / 1000
-    assert step_ms == pytest.approx({"none": 495.0, "pairs": 383.9}, abs=0.05)
+    assert step_ms == pytest.approx({"none": 506.5, "pairs": 381.7}, abs=0.05)
 
 
 def by_hand(one):
