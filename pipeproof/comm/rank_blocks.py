@@ -102,6 +102,7 @@ class RankBlocks:
         self._num_tp = plan.mesh.size("tp")
         self._declared = {True: plan.spec.transport.forward, False: plan.spec.transport.backward}
         self._program = plan.programs[coords["pp"]]
+        self._first_trained, self._num_turns = plan.spec.first_trained, lcm(*plan.spec.num_replicas)
         self.step_end = StepEnd(plan, coords, groups, copies, self._issued)
 
     @cached_property
@@ -308,7 +309,7 @@ class RankBlocks:
 
     def waits_late(self, send: Op) -> bool:
         """Return True if a send is waited for at the end of the step, because no backward waits for it."""
-        return self._forward_only or not send.is_forward or send.stage < self._plan.spec.first_trained
+        return self._forward_only or not send.is_forward or send.stage < self._first_trained
 
     def work_item(self, op: Op) -> int:
         """The work item of a computation or transfer."""
@@ -329,7 +330,7 @@ class RankBlocks:
         owner, stage = self._plan.owner, op.stage
         before = int(owner[stage - 1, work_item]) if stage else NONE
         after = int(owner[stage + 1, work_item]) if stage + 1 < len(owner) else NONE
-        turn = work_item % lcm(*self._plan.spec.num_replicas) if self._plan.direct else 0
+        turn = work_item % self._num_turns if self._plan.direct else 0
         return Work(op.kind, stage, self.variant(work_item), before, after, turn)
 
     def _release(self, send: Op, variant: int, when: str) -> Iterator[Row]:

@@ -13,9 +13,10 @@ A frozen stage has no W. Frozen stages with no trained stage before them have fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
 
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
@@ -55,26 +56,31 @@ def module_schedule(plan: PlanSpec, kind: ScheduleKind, request: Request) -> Sch
     single = _single(plan, kind, request)
     sizes = [module.num_ranks for module in plan.modules]
     parts = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    trained = partial(_trained, frozen=plan.frozen_stages, first_trained=plan.first_trained)
     programs: list[Program] = []
     pairs: list[frozenset[int]] = []
     for module, ranks in zip(plan.modules, parts, strict=True):
         own = [(single.programs[rank], single.pairs_of(rank)) for rank in range(*ranks.indices(len(single.programs)))]
         for replica in range(module.dp):
             for program, begins in own:
-                kept, of_kept = _of_replica(plan, program, begins, replica, module.dp)
+                kept, of_kept = _of_replica(program, begins, replica, module.dp, trained)
                 programs.append(kept)
                 pairs.append(of_kept)
     return Schedule(tuple(programs), tuple(pairs) if any(pairs) else ())
 
 
 def _of_replica(
-    plan: PlanSpec, program: Program, begins: frozenset[int], replica: int, num_replicas: int
+    program: Program,
+    begins: frozenset[int],
+    replica: int,
+    num_replicas: int,
+    trained: Callable[[Op], Op | None],
 ) -> tuple[Program, frozenset[int]]:
     """A program with the micro-batches of one replica, and the pairs that are still whole."""
     number: dict[int, int] = {}
     kept: list[Op] = []
     for position, op in enumerate(program):
-        own = _trained(plan, op) if (op.micro_batch or 0) % num_replicas == replica else None
+        own = trained(op) if (op.micro_batch or 0) % num_replicas == replica else None
         if own is not None:
             number[position] = len(kept)
             kept.append(own)
@@ -82,11 +88,11 @@ def _of_replica(
     return tuple(kept), frozenset(both)
 
 
-def _trained(plan: PlanSpec, op: Op) -> Op | None:
+def _trained(op: Op, frozen: Collection[int], first_trained: int) -> Op | None:
     """A computation as a stage with its frozen weights has it; None if it has not."""
-    if op.stage not in plan.frozen_stages or op.kind is OpKind.FORWARD:
+    if op.stage not in frozen or op.kind is OpKind.FORWARD:
         return op
-    if op.stage < plan.first_trained or op.kind is OpKind.BACKWARD_WEIGHT:
+    if op.stage < first_trained or op.kind is OpKind.BACKWARD_WEIGHT:
         return None
     return op._replace(kind=OpKind.BACKWARD)
 

@@ -377,17 +377,20 @@ class _Step:
 
     def _output_leaves(self, rows: IntColumn, arrived: IntColumn) -> IntColumn:
         """Time at which the output of a stage is freed."""
+        if self._forward_only:
+            return np.maximum(arrived, self._direct_reads(rows))
         clock, graph = self._clock, self._graph
         frees = clock.rows(OpKind.FREE)
         sent = [KIND_CODE[OpKind.SEND_FORWARD], KIND_CODE[OpKind.SLICE_FORWARD]]
         freed = clock.look_up(rows, frees[np.isin(graph.target_kind[frees], sent)])
         until = np.where(freed == NONE, clock.end_of(clock.partner(rows, *_INPUT)), clock.starts[freed])
-        if self._forward_only:
-            return np.maximum(arrived, self._direct_reads(rows))
+        lacks_backward = self._lacks_backward(rows)
+        if not lacks_backward.any():
+            return until
         waits = np.flatnonzero(np.isin(graph.waits_for, rows))
         awaited = np.full(graph.num_ops, NONE, dtype=np.int64)
         awaited[graph.waits_for[waits]] = waits  # a frozen stage waits for its sends at the end of the step
-        return np.where(self._lacks_backward(rows), clock.end_of(awaited[rows]), until)
+        return np.where(lacks_backward, clock.end_of(awaited[rows]), until)
 
     def _arrival(self, sends: IntColumn) -> IntColumn:
         """Arrival of each sent tensor; the end of the step if it never arrives."""

@@ -229,7 +229,7 @@ def vary_the_rows(_):
 
 
 def tune_without_memory(_):
-    """Of a model on the meta device, two layers at most have memory while they are measured."""
+    """At most two layers of a model on the meta device have memory while they are measured."""
     from transformers import AutoModelForCausalLM
 
     model, tokens = llama()
