@@ -150,7 +150,7 @@ class _Uses:
             OpKind.UNSHARD: [("weights", WRITES)],
             OpKind.RESHARD: [("weights", FREES)],
             OpKind.STEP: [("gradient", READS), *([] if sharded else [("weights", WRITES)])],
-            OpKind.GATHER_WEIGHT: [("weights", READS | WRITES)],
+            OpKind.GATHER_WEIGHT: [("weights", WRITES if sharded else READS | WRITES)],
         }
         below = {OpKind.REDUCE_GRAD: "gradient", OpKind.GATHER_WEIGHT: "weights"}
         for op, kind in enumerate(self.kinds):
