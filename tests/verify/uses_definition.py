@@ -145,19 +145,20 @@ class _Uses:
 
     def persistent(self):
         sharded = {OpKind.UNSHARD, OpKind.RESHARD} & {*self.kinds}
+        gather = WRITES if sharded else READS | WRITES
         does = {
             **{adder: [("gradient", READS | WRITES)] for adder in (B, W, OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD)},
             OpKind.UNSHARD: [("weights", WRITES)],
             OpKind.RESHARD: [("weights", FREES)],
             OpKind.STEP: [("gradient", READS), *([] if sharded else [("weights", WRITES)])],
-            OpKind.GATHER_WEIGHT: [("weights", WRITES if sharded else READS | WRITES)],
+            OpKind.GATHER_WEIGHT: [("weights", gather)],
         }
-        below = {OpKind.REDUCE_GRAD: "gradient", OpKind.GATHER_WEIGHT: "weights"}
+        below = {OpKind.REDUCE_GRAD: ("gradient", READS | WRITES), OpKind.GATHER_WEIGHT: ("weights", gather)}
         for op, kind in enumerate(self.kinds):
             owner = int(self.graph.rank[op]), int(self.graph.stage[op])
             uses = [*does.get(kind, ()), *([("weights", READS)] if kind in COMPUTE_KINDS else ())]
             parent = int(self.graph.parent[op])
             if parent != NONE and self.kinds[parent] in below:
-                uses.append((below[self.kinds[parent]], READS | WRITES))
+                uses.append(below[self.kinds[parent]])
             for name, bits in uses:
                 self.use((name, *owner), op, bits)
